@@ -1,0 +1,39 @@
+"""What an engine can be told."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineConfig(BaseModel):
+    """One model on one device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model_path: Path = Field(
+        description="A local Hugging Face folder: config.json, *.safetensors, tokenizer.json."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Of weights, activations and KV. auto: the checkpoint's, if the device computes it fast.",
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Memory for KV blocks. Default: 15 % of the machine's memory and at most 4 GiB on a CPU, "
+        "85 % of what is free beside the weights on a GPU.",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt and output together, in tokens. Default: the model's own limit.",
+    )
+    step_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Token budget of a step: one for each running sequence, then prompt chunks.",
+    )
+    max_running: int = Field(default=128, ge=1, description="Sequences that hold blocks at the same time.")

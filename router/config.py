@@ -1,0 +1,36 @@
+"""What a router can be told."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterConfig(BaseModel):
+    """The front doors and how requests are placed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model_path: Path = Field(
+        description="A local Hugging Face folder; its tokenizer, chat template and config.json are read."
+    )
+    model_name: str | None = Field(default=None, description="Shown to clients. Default: the folder's name.")
+    host: str = Field(default="127.0.0.1", description="Address the doors listen on.")
+    grpc_port: int = Field(
+        default=0, ge=0, le=65535, description="Of the gRPC door. 0: the system picks one."
+    )
+    http_port: int = Field(
+        default=0, ge=0, le=65535, description="Of the OpenAI-compatible door. 0: the system picks one."
+    )
+    prefill: tuple[str, ...] = Field(default=(), description="host:port of each prefill worker.")
+    decode: tuple[str, ...] = Field(default=(), description="host:port of each decode worker.")
+    stall_limit_s: float = Field(
+        default=10.0, gt=0, description="A worker silent for longer loses its session and its requests."
+    )
+    drain_limit_s: float = Field(
+        default=60.0, ge=0, description="After SIGTERM: how long running streams may take to finish."
+    )
+    local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="A prompt of at most this many tokens is prefilled by its decode worker, without a hand-off.",
+    )

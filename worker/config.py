@@ -1,0 +1,34 @@
+"""What a worker can be told."""
+
+from pydantic import Field
+
+from engine.config import EngineConfig
+
+
+class WorkerConfig(EngineConfig):
+    """An engine with a server around it, the same for both roles."""
+
+    model_name: str | None = Field(default=None, description="Shown to clients. Default: the folder's name.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on, and to be reached at.")
+    port: int = Field(default=0, ge=0, le=65535, description="Of the gRPC server. 0: the system picks one.")
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Of Prometheus' /metrics, HTTP. 0: the system picks one."
+    )
+    worker_id: str | None = Field(
+        default=None, description="Unique in the cluster. Default: role and random."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Threads that compute, on a CPU. Default: the cores it may run on."
+    )
+    cores: tuple[int, ...] = Field(default=(), description="Cores to pin the process to. Default: all.")
+    drain_limit_s: float = Field(
+        default=60.0, ge=0, description="After SIGTERM: how long running requests may take to finish."
+    )
+    frame_credits: int = Field(
+        default=16,
+        ge=1,
+        description="KV frames of one hand-off that may be under way: bounds the staging memory.",
+    )
+    max_frame_bytes: int = Field(
+        default=4 << 20, ge=4096, description="Largest KV frame that is received: bounds the staging memory."
+    )
