@@ -1,6 +1,7 @@
 """What the K and V of a model look like in an engine's pages."""
 
 from dataclasses import dataclass
+
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

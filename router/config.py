@@ -32,5 +32,5 @@ class RouterConfig(BaseModel):
     local_prefill_tokens: int = Field(
         default=0,
         ge=0,
-        description="A prompt of at most this many tokens is prefilled by its decode worker, without a hand-off.",
+        description="A prompt of at most this many tokens is prefilled where it decodes: no hand-off.",
     )
