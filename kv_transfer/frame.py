@@ -1,0 +1,136 @@
+"""The frame: the K and V of some tokens in some layers, as it goes over the wire.
+
+Header (48 bytes, little-endian): magic, version, number, layer_start, layer_count, token_start,
+token_count, zero, payload bytes, checksum. The checksum is xxh3_64 over every other byte of the frame.
+Payload: for each layer its tensors in layout order, each [token_count, num_heads, head_dim] in the
+layout's dtype.
+"""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import xxhash
+
+from engine.kv_layout import KVLayout
+
+Bytes = bytes | bytearray | memoryview
+
+MAGIC = b"BKVF"
+VERSION = 1
+_FIELDS = struct.Struct("<4s7IQ")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class DamagedFrame(Exception):
+    """The bytes are not those of a frame that somebody sealed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Tokens [token_start, token_start + token_count) of layers [layer_start, layer_start + layer_count).
+
+    Attributes:
+        number: its place among the frames of its hand-off, from 0.
+        parts: the payload, in pieces that follow each other.
+    """
+
+    number: int
+    layer_start: int
+    layer_count: int
+    token_start: int
+    token_count: int
+    parts: tuple[memoryview, ...] = field(repr=False)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class KVSlice(NamedTuple):
+    """Rows of one tensor of one layer.
+
+    Attributes:
+        tensor: its place in the layer's layout.
+        data: [token_count, num_heads, head_dim] in the layout's dtype, as bytes.
+    """
+
+    layer: int
+    tensor: int
+    token_start: int
+    token_count: int
+    data: memoryview
+
+
+def encode(frame: Frame) -> bytes:
+    """Seals a frame. Copies the payload once."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        frame.number,
+        frame.layer_start,
+        frame.layer_count,
+        frame.token_start,
+        frame.token_count,
+        0,
+        frame.payload_bytes,
+    )
+    return b"".join((fields, _checksum(fields, frame.parts), *frame.parts))
+
+
+def decode(data: Bytes) -> Frame:
+    """Opens a frame without a copy: its one part is a view of `data`.
+
+    Raises:
+        DamagedFrame: too short, the wrong length, another version, or a checksum that does not match.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes < HEADER_BYTES:
+        raise DamagedFrame(f"{view.nbytes} bytes are no frame")
+    fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
+    if _checksum(fields, (payload,)) != view[_FIELDS.size : HEADER_BYTES]:
+        raise DamagedFrame("the checksum does not match the bytes")
+    magic, version, number, layer_start, layer_count, token_start, token_count, _, payload_bytes = (
+        _FIELDS.unpack(fields)
+    )
+    if magic != MAGIC or version != VERSION:
+        raise DamagedFrame(f"magic {magic!r} version {version}, expected {MAGIC!r} {VERSION}")
+    if payload_bytes != payload.nbytes:
+        raise DamagedFrame(f"{payload.nbytes} bytes of payload, the header says {payload_bytes}")
+    return Frame(number, layer_start, layer_count, token_start, token_count, (payload,))
+
+
+def reseal(data: Bytes) -> bytes:
+    """The same bytes with the checksum that matches them: for tests that alter a frame."""
+    view = memoryview(data).cast("B")
+    fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
+    return b"".join((fields, _checksum(fields, (payload,)), payload))
+
+
+def cut(frame: Frame, layout: KVLayout) -> tuple[KVSlice, ...]:
+    """The slices of a decoded frame (one part), in wire order, without a copy.
+
+    Raises:
+        ValueError: the payload is not of the length that the layout gives it.
+    """
+    (payload,) = frame.parts
+    slices: list[KVSlice] = []
+    offset = 0
+    for layer in range(frame.layer_start, frame.layer_start + frame.layer_count):
+        for tensor, form in enumerate(layout.layers[layer]):
+            num_bytes = frame.token_count * form.num_heads * form.head_dim * layout.torch_dtype.itemsize
+            data = payload[offset : offset + num_bytes]
+            slices.append(KVSlice(layer, tensor, frame.token_start, frame.token_count, data))
+            offset += num_bytes
+    if offset != payload.nbytes:
+        raise ValueError(f"{payload.nbytes} bytes of payload, the layout says {offset}")
+    return tuple(slices)
+
+
+def _checksum(fields: Bytes, parts: Iterable[memoryview]) -> bytes:
+    digest = xxhash.xxh3_64(fields)
+    for part in parts:
+        digest.update(part)
+    return _CHECKSUM.pack(digest.intdigest())

@@ -1,0 +1,124 @@
+"""Cuts the K and V that a prefill yields into frames of a good size."""
+
+from dataclasses import dataclass, field
+
+from engine.kv_layout import KVLayout
+from kv_transfer.frame import HEADER_BYTES, Frame
+
+# Layers are joined until a frame has JOINED_BYTES, and none is made longer than LARGEST_BYTES: between
+# them a gRPC stream is fastest.
+JOINED_BYTES = 256 << 10
+LARGEST_BYTES = 1 << 20
+
+
+class FrameLimitTooSmall(ValueError):
+    """The receiver's frame limit does not hold one token of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPiece:
+    """One layer of tokens [token_start, token_end): its tensors in layout order, one after the other.
+
+    Attributes:
+        data: each tensor [token_end - token_start, num_heads, head_dim], as bytes. Must not change.
+    """
+
+    layer: int
+    token_start: int
+    token_end: int
+    data: memoryview = field(repr=False)
+
+    @property
+    def token_count(self) -> int:
+        return self.token_end - self.token_start
+
+
+class FramePacker:
+    """Joins small layers of the same tokens, splits large ones by tokens, and numbers the frames.
+
+    A piece waits at most until the last layer of its tokens: nothing of a chunk waits for the next chunk.
+
+    Raises:
+        FrameLimitTooSmall: `max_frame_bytes` (header included) does not hold one token of one layer.
+    """
+
+    def __init__(self, layout: KVLayout, max_frame_bytes: int) -> None:
+        self._layout = layout
+        self._token_bytes = tuple(layout.layer_token_bytes(layer) for layer in range(len(layout.layers)))
+        room = max_frame_bytes - HEADER_BYTES
+        if room < max(self._token_bytes):
+            raise FrameLimitTooSmall(
+                f"a token of one layer needs {max(self._token_bytes) + HEADER_BYTES} bytes, "
+                f"frames are limited to {max_frame_bytes}"
+            )
+        self._payload_limit = min(room, max(LARGEST_BYTES, *self._token_bytes))
+        self._pending: list[KVPiece] = []
+        self._pending_bytes = 0
+        self._num_frames = 0
+
+    @property
+    def num_frames(self) -> int:
+        """Frames made so far."""
+        return self._num_frames
+
+    def add(self, piece: KVPiece) -> list[Frame]:
+        """Takes a piece; returns the frames that are ready to leave."""
+        frames = [] if self._joins(piece) else self.flush()
+        if piece.data.nbytes > self._payload_limit:
+            return frames + self._split(piece)
+        self._pending.append(piece)
+        self._pending_bytes += piece.data.nbytes
+        if self._pending_bytes >= JOINED_BYTES or piece.layer == len(self._token_bytes) - 1:
+            frames += self.flush()
+        return frames
+
+    def flush(self) -> list[Frame]:
+        """Makes a frame of what waits to be joined."""
+        if not self._pending:
+            return []
+        first = self._pending[0]
+        parts = tuple(piece.data for piece in self._pending)
+        frame = self._number(first.layer, len(parts), first.token_start, first.token_count, parts)
+        self._pending.clear()
+        self._pending_bytes = 0
+        return [frame]
+
+    def _joins(self, piece: KVPiece) -> bool:
+        if not self._pending:
+            return True
+        last = self._pending[-1]
+        return (
+            (piece.token_start, piece.token_end) == (last.token_start, last.token_end)
+            and piece.layer == last.layer + 1
+            and self._pending_bytes + piece.data.nbytes <= self._payload_limit
+        )
+
+    def _split(self, piece: KVPiece) -> list[Frame]:
+        step = self._payload_limit // self._token_bytes[piece.layer]
+        return [
+            self._number(
+                piece.layer,
+                1,
+                piece.token_start + start,
+                min(step, piece.token_count - start),
+                self._rows(piece, start, min(start + step, piece.token_count)),
+            )
+            for start in range(0, piece.token_count, step)
+        ]
+
+    def _rows(self, piece: KVPiece, start: int, end: int) -> tuple[memoryview, ...]:
+        """Rows [start, end) of each of the piece's tensors."""
+        parts: list[memoryview] = []
+        base = 0
+        for form in self._layout.layers[piece.layer]:
+            row_bytes = form.num_heads * form.head_dim * self._layout.torch_dtype.itemsize
+            parts.append(piece.data[base + start * row_bytes : base + end * row_bytes])
+            base += piece.token_count * row_bytes
+        return tuple(parts)
+
+    def _number(
+        self, layer: int, layers: int, token: int, tokens: int, parts: tuple[memoryview, ...]
+    ) -> Frame:
+        frame = Frame(self._num_frames, layer, layers, token, tokens, parts)
+        self._num_frames += 1
+        return frame
