@@ -1,0 +1,147 @@
+"""The one thread that owns an engine, and its two queues to the asyncio loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
+
+from engine.engine import Engine, EngineLoad, StepResult
+from engine.request import SequenceId
+
+T = TypeVar("T")
+
+# Runs in the engine thread, between two steps.
+Operation = Callable[[Engine], object]
+
+
+class EngineFailed(RuntimeError):
+    """The engine thread is over: its worker must be replaced. The cause is the exception's cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What happened in the engine between two reports.
+
+    Attributes:
+        granted: sequences that now hold the blocks which a hand-off fills.
+        step: None when there was nothing to compute.
+    """
+
+    granted: tuple[SequenceId, ...]
+    step: StepResult | None
+    load: EngineLoad
+
+
+class EngineThread:
+    """Runs an engine's steps for as long as there is work, and operations between them.
+
+    All methods are for the loop's thread. Reports arrive there too, in the order of the steps; an
+    operation's result arrives before the report of any step that follows it.
+    """
+
+    def __init__(self, build: Callable[[], Engine], on_report: Callable[[EngineReport], None]) -> None:
+        self._build = build
+        self._on_report = on_report
+        self._loop = asyncio.get_running_loop()
+        self._operations: SimpleQueue[Operation | None] = SimpleQueue()
+        self._ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._calls: set[asyncio.Future] = set()
+        # Ends with the thread: None after `stop`, else the error that ended it.
+        self.ended: asyncio.Future[Exception | None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> Engine:
+        """Builds the engine in its thread.
+
+        Returns:
+            The engine, whose constant fields (layout, limits) may be read from anywhere.
+
+        Raises:
+            Exception: what `build` raised.
+        """
+        self._thread.start()
+        return await self._ready
+
+    async def stop(self) -> None:
+        """Ends the thread after the step that runs, and waits for it."""
+        self._operations.put(None)
+        await asyncio.wait([self.ended])
+
+    def post(self, operation: Operation) -> None:
+        """Runs `operation` before the next step. It must not raise: that would end the engine."""
+        self._operations.put(operation)
+
+    async def call(self, operation: Callable[[Engine], T]) -> T:
+        """Runs `operation` before the next step.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            EngineFailed: the engine ended before it ran.
+            Exception: what it raised; the engine goes on.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self.ended.done():
+            raise EngineFailed("the engine has ended")
+
+        def run(engine: Engine) -> None:
+            try:
+                result = operation(engine)
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                self._loop.call_soon_threadsafe(_resolve, future, result)
+
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._operations.put(run)
+        return await future
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            engine = self._build()
+            self._loop.call_soon_threadsafe(_resolve, self._ready, engine)
+            while self._run_operations(engine):
+                self._step(engine)
+        except Exception as caught:
+            error = caught
+        self._loop.call_soon_threadsafe(self._end, error)
+
+    def _run_operations(self, engine: Engine) -> bool:
+        """Runs what is queued, waiting for something when there is no work. False: it is time to stop."""
+        may_wait = not engine.has_work
+        while may_wait or not self._operations.empty():
+            operation = self._operations.get()
+            if operation is None:
+                return False
+            operation(engine)
+            may_wait = False
+        return True
+
+    def _step(self, engine: Engine) -> None:
+        granted = engine.admit()
+        launched = engine.launch()
+        result = engine.collect(launched) if launched is not None else None
+        report = EngineReport(tuple(granted), result, engine.load())
+        self._loop.call_soon_threadsafe(self._on_report, report)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error or EngineFailed("stopped before it was ready"))
+        for future in list(self._calls):
+            _fail(future, EngineFailed(f"the engine ended: {error}"))
+        self.ended.set_result(error)
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

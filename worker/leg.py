@@ -1,0 +1,174 @@
+"""One attempt's part on this worker, and the table of those that live."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.engine import EndedSequence, HeldSequence, SampledToken
+from engine.request import FinishReason, SequenceId
+from protos import inference_pb2, worker_pb2
+from worker.engine_thread import EngineReport
+from worker.session import RouterSession
+
+log = logging.getLogger(__name__)
+
+FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A Submit, and the session it came by. `received`: `time.monotonic()` seconds."""
+
+    session: RouterSession
+    submit: worker_pb2.Submit
+    received: float = field(default_factory=time.monotonic)
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return sequence_id(self.session.session_id, self.submit.attempt.number)
+
+
+def sequence_id(session_id: str, number: int) -> SequenceId:
+    """What the engine calls an attempt."""
+    return SequenceId(f"{session_id}/{number}")
+
+
+class LegDropped(Exception):
+    """The attempt is over on this worker without an end of the sequence: told to the router as Dropped."""
+
+    def __init__(self, cause: worker_pb2.DropCause, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
+        self.detail = detail
+
+
+class Leg(ABC):
+    """One attempt's part on this worker.
+
+    `run` is its whole life: it returns when the attempt is over here, raises LegDropped when it failed,
+    and frees what it holds also when it is cancelled. The `on_` methods come from the engine, in the order
+    of its steps, and must not block.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+
+    @abstractmethod
+    async def run(self) -> None: ...
+
+    def on_granted(self) -> None:
+        """The sequence holds its blocks; a hand-off may fill them."""
+        raise AssertionError("this leg takes no hand-off")
+
+    def on_held(self, held: HeldSequence) -> None:
+        """The sequence has its first token and keeps its blocks."""
+        raise AssertionError("this leg makes no hand-off")
+
+    def on_token(self, token: SampledToken) -> None:
+        submit = self.assignment.submit
+        self.assignment.session.event().tokens.append(
+            worker_pb2.SequenceTokens(
+                attempt=submit.attempt, sample=submit.sample, index=token.index, token_ids=[token.token]
+            )
+        )
+
+    @abstractmethod
+    def on_ended(self, ended: EndedSequence) -> None:
+        """The sequence has its end and its blocks are free."""
+
+    def report_finished(self, ended: EndedSequence) -> None:
+        """Tells the router the end, with the stages that were this worker's."""
+        marks, submit = ended.marks, self.assignment.submit
+        finished = worker_pb2.Finished(
+            attempt=submit.attempt, sample=submit.sample, finish_reason=FINISH_REASONS[ended.reason]
+        )
+        if marks.first_token:
+            finished.queue_s = marks.first_chunk - self.assignment.received
+            finished.prefill_s = marks.first_token - marks.first_chunk
+        if marks.first_decode:
+            finished.decode_wait_s = marks.first_decode - marks.decode_ready
+            finished.decode_s = marks.last_token - marks.first_decode
+        self.assignment.session.event().finished.append(finished)
+
+
+LegFactory = Callable[[Assignment], Leg]
+
+
+class LegTable:
+    """Every leg that lives on this worker. Its owner gives it the engine's reports."""
+
+    def __init__(self) -> None:
+        self._legs: dict[SequenceId, Leg] = {}
+        self._tasks: dict[SequenceId, asyncio.Task[None]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._legs)
+
+    def get(self, key: SequenceId) -> Leg | None:
+        return self._legs.get(key)
+
+    def start(self, leg: Leg) -> None:
+        key = leg.assignment.sequence_id
+        self._legs[key] = leg
+        task = asyncio.create_task(self._run(leg), name=f"leg {key}")
+        task.add_done_callback(lambda _: self._forget(leg))
+        self._tasks[key] = task
+        self._empty.clear()
+
+    def cancel(self, key: SequenceId) -> asyncio.Task[None] | None:
+        """Ends a leg without a word to the router. Returns what ends when it has cleaned up."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+        return task
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()
+
+    async def _run(self, leg: Leg) -> None:
+        assignment = leg.assignment
+        try:
+            await leg.run()
+        except LegDropped as dropped:
+            self._report_dropped(assignment, dropped)
+        except Exception as error:
+            log.exception("request %s failed", assignment.submit.request_id)
+            self._report_dropped(assignment, LegDropped(worker_pb2.DROP_CAUSE_INTERNAL, repr(error)))
+
+    def _forget(self, leg: Leg) -> None:
+        key = leg.assignment.sequence_id
+        del self._legs[key], self._tasks[key]
+        leg.assignment.session.forget(leg.assignment.submit.attempt.number)
+        if not self._legs:
+            self._empty.set()
+
+    def _report_dropped(self, assignment: Assignment, dropped: LegDropped) -> None:
+        log.info("request %s dropped: %s", assignment.submit.request_id, dropped.detail)
+        assignment.session.event().dropped.append(
+            worker_pb2.Dropped(attempt=assignment.submit.attempt, cause=dropped.cause, detail=dropped.detail)
+        )
+
+    def dispatch(self, report: EngineReport) -> None:
+        """Hands an engine report to the legs it speaks of. What it says of one that is over is dropped."""
+        for key in report.granted:
+            if (leg := self._legs.get(key)) is not None:
+                leg.on_granted()
+        if report.step is None:
+            return
+        for token in report.step.tokens:
+            if (leg := self._legs.get(token.sequence_id)) is not None:
+                leg.on_token(token)
+        for ended in report.step.ended:
+            if (leg := self._legs.get(ended.sequence_id)) is not None:
+                leg.on_ended(ended)
+        for held in report.step.held:
+            if (leg := self._legs.get(held.sequence_id)) is not None:
+                leg.on_held(held)

@@ -1,0 +1,32 @@
+"""Prefill and decode on this one worker."""
+
+import asyncio
+
+from engine.engine import EndedSequence
+from engine.request import EngineRequest, InvalidRequest
+from protos import worker_pb2
+from worker.engine_thread import EngineThread
+from worker.leg import Assignment, Leg, LegDropped
+
+
+class LocalLeg(Leg):
+    """A request that this worker answers alone."""
+
+    def __init__(self, assignment: Assignment, request: EngineRequest, engine: EngineThread) -> None:
+        super().__init__(assignment)
+        self._request = request
+        self._engine = engine
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        try:
+            await self._engine.call(lambda engine: engine.submit(self._request))
+            await self._ended.wait()
+        except InvalidRequest as error:
+            raise LegDropped(worker_pb2.DROP_CAUSE_INVALID, str(error)) from error
+        finally:
+            self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
+
+    def on_ended(self, ended: EndedSequence) -> None:
+        self.report_finished(ended)
+        self._ended.set()

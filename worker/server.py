@@ -1,0 +1,187 @@
+"""A worker: an engine, the sessions of its routers, and what its role adds."""
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from engine.batch import KVListener
+from engine.engine import Engine
+from engine.loading import load_engine
+from kv_transfer.compatibility import layout_to_proto
+from protos import kv_pb2, worker_pb2, worker_pb2_grpc
+from worker.config import WorkerConfig
+from worker.engine_thread import EngineReport, EngineThread
+from worker.leg import LegFactory, LegTable
+from worker.load_monitor import LoadMonitor
+from worker.local_leg import LocalLeg
+from worker.session_service import PROTOCOL_VERSION, SessionService
+from worker.submission import engine_request
+
+log = logging.getLogger(__name__)
+
+# How long calls that are under way may take to end after `stop`.
+_STOP_GRACE_S = 1.0
+
+
+class WorkerServer(ABC):
+    """Starts with `start`; ends with `drain` (optional) and `stop`.
+
+    Attributes:
+        address: host:port of the gRPC server.
+        metrics_address: host:port where Prometheus finds /metrics.
+        epoch: another one for every life of a worker.
+    """
+
+    role: ClassVar[worker_pb2.Role]
+    role_name: ClassVar[str]
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.worker_id = config.worker_id or f"{self.role_name}-{secrets.token_hex(4)}"
+        self.epoch = secrets.randbits(64)
+        self.address = ""
+        self.metrics_address = ""
+        self.legs = LegTable()
+        self.engine = EngineThread(self._build_engine, self._on_report)
+
+    @classmethod
+    async def start(cls, config: WorkerConfig) -> Self:
+        """Loads the model, listens, and returns when requests can come.
+
+        Raises:
+            UnsupportedModel, CorruptCheckpoint: the model cannot be run.
+            OSError: the port is taken.
+        """
+        worker = cls(config)
+        await worker._start()
+        return worker
+
+    def _build_engine(self) -> Engine:
+        return load_engine(self.config, self._listener())
+
+    async def _start(self) -> None:
+        engine = await self.engine.start()
+        self.layout = engine.layout
+        self.limits = engine.limits
+        self.monitor = LoadMonitor(engine.load(), self.role_name)
+        self.description = worker_pb2.WorkerDescription(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=self.role,
+            model=self.config.model_name or self.config.model_path.name,
+            layout=layout_to_proto(engine.layout),
+            max_model_len=engine.limits.max_model_len,
+            num_blocks=engine.load().num_blocks,
+        )
+        factories = {"local": self._local_leg, **self._leg_factories()}
+        self.service = SessionService(self.description, self.legs, factories, self._load_report)
+        try:
+            await self._listen()
+        except BaseException:
+            await self.engine.stop()
+            raise
+
+    async def _listen(self) -> None:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                # A prompt of a million tokens is a Submit of a few MB.
+                ("grpc.max_receive_message_length", 64 << 20),
+            ]
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, server)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._add_services(server)
+        names = (
+            worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+            kv_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name,
+            "grpc.health.v1.Health",
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, server)
+        try:
+            port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self.config.host}:{self.config.port}") from error
+        await server.start()
+        self._server = server
+        self.address = f"{self.config.host}:{port}"
+        self._metrics_server, _ = start_http_server(
+            self.config.metrics_port, self.config.host, self.monitor.registry
+        )
+        self.metrics_address = f"{self.config.host}:{self._metrics_server.server_port}"
+        self._watch = asyncio.create_task(self._watch_engine())
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    def _listener(self) -> KVListener | None:
+        """Who is told of KV while the model computes it."""
+        return None
+
+    @abstractmethod
+    def _leg_factories(self) -> Mapping[str, LegFactory]:
+        """What this role does for a Submit, beside LocalLeg, by the name of its leg."""
+
+    @abstractmethod
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        """gRPC services beside Worker and Health."""
+
+    def _local_leg(self, assignment) -> LocalLeg:
+        return LocalLeg(assignment, engine_request(assignment), self.engine)
+
+    def _on_report(self, report: EngineReport) -> None:
+        self.monitor.on_report(report)
+        self.legs.dispatch(report)
+
+    def _load_report(self) -> worker_pb2.LoadReport:
+        return self.monitor.report(waiting_legs=self.waiting_legs())
+
+    def waiting_legs(self) -> int:
+        """Attempts that have not come to the engine yet."""
+        return 0
+
+    def check_health(self) -> None:
+        """Raises:
+        RuntimeError: the engine has ended; this worker must be replaced.
+        """
+        if self.engine.ended.done():
+            raise RuntimeError(f"the engine ended: {self.engine.ended.result()!r}")
+
+    async def wait_failed(self) -> Exception | None:
+        """Returns when the engine has ended: None after `stop`, else its error."""
+        return await asyncio.shield(self.engine.ended)
+
+    async def _watch_engine(self) -> None:
+        error = await self.wait_failed()
+        if error is not None:
+            log.error("the engine failed", exc_info=error)
+            await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._server.stop(0)
+
+    async def drain(self, limit_s: float) -> None:
+        """Takes no new work and returns when what runs has finished, or after `limit_s`."""
+        self.service.draining = self.monitor.draining = True
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            await asyncio.wait_for(self.legs.wait_empty(), limit_s)
+        except TimeoutError:
+            log.warning("drain: %d requests are left after %.0f s", len(self.legs), limit_s)
+
+    async def stop(self) -> None:
+        """Ends the sessions, then the engine. What still runs is dropped."""
+        self._watch.cancel()
+        await self._server.stop(_STOP_GRACE_S)
+        await self.engine.stop()
+        self._metrics_server.shutdown()
+        self._metrics_server.server_close()

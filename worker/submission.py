@@ -1,0 +1,38 @@
+"""A Submit as an engine request."""
+
+from engine.request import EngineRequest, KVSource, RunUntil, SamplingParams
+from protos import inference_pb2
+from worker.leg import Assignment
+
+
+def engine_request(
+    assignment: Assignment,
+    *,
+    kv_source: KVSource = KVSource.COMPUTE,
+    run_until: RunUntil = RunUntil.END,
+) -> EngineRequest:
+    submit = assignment.submit
+    return EngineRequest(
+        sequence_id=assignment.sequence_id,
+        prompt=tuple(submit.prompt_token_ids),
+        generated=tuple(submit.generated_token_ids),
+        sampling=_sampling_params(submit.sampling),
+        arrival_s=submit.arrival_unix_s,
+        sample=submit.sample,
+        kv_source=kv_source,
+        run_until=run_until,
+    )
+
+
+def _sampling_params(sampling: inference_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
