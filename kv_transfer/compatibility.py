@@ -1,0 +1,95 @@
+"""Whether two workers may hand KV to each other: the same model, layout and dtype, and versions that meet."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kv_layout import KVLayout, TensorLayout
+from protos import kv_pb2
+
+# Protocol N talks to N-1.
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two workers differ."""
+
+    field: str
+    ours: object
+    theirs: object
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.ours} here, {self.theirs} there"
+
+
+class IncompatiblePeers(ValueError):
+    """Names every field that differs, with both values."""
+
+    def __init__(self, differences: tuple[Difference, ...]) -> None:
+        super().__init__("; ".join(map(str, differences)))
+        self.differences = differences
+
+
+def check_compatible(ours: KVLayout, theirs: KVLayout, their_version: int) -> None:
+    """
+    Raises:
+        IncompatiblePeers: see there.
+    """
+    differences = (*_version_differences(their_version), *_layout_differences(ours, theirs))
+    if differences:
+        raise IncompatiblePeers(differences)
+
+
+def _version_differences(theirs: int) -> Iterator[Difference]:
+    # A newer peer by one talks our version.
+    if not OLDEST_PROTOCOL_VERSION <= theirs <= PROTOCOL_VERSION + 1:
+        yield Difference("protocol_version", PROTOCOL_VERSION, theirs)
+
+
+def _layout_differences(ours: KVLayout, theirs: KVLayout) -> Iterator[Difference]:
+    for name in ("model_fingerprint", "dtype", "block_size"):
+        if getattr(ours, name) != getattr(theirs, name):
+            yield Difference(name, getattr(ours, name), getattr(theirs, name))
+    if len(ours.layers) != len(theirs.layers):
+        yield Difference("number of layers", len(ours.layers), len(theirs.layers))
+        return
+    for layer, (our_tensors, their_tensors) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+        if our_tensors != their_tensors:
+            # The others differ in the same way, nearly always.
+            yield Difference(f"layers[{layer}]", _describe(our_tensors), _describe(their_tensors))
+            return
+
+
+def _describe(tensors: tuple[TensorLayout, ...]) -> str:
+    return ", ".join(f"{t.name}[{t.num_heads} heads of {t.head_dim}]" for t in tensors) or "no tensors"
+
+
+def layout_to_proto(layout: KVLayout) -> kv_pb2.KvLayout:
+    return kv_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        layers=[
+            kv_pb2.LayerLayout(
+                tensors=[
+                    kv_pb2.TensorLayout(name=t.name, num_heads=t.num_heads, head_dim=t.head_dim)
+                    for t in tensors
+                ]
+            )
+            for tensors in layout.layers
+        ],
+    )
+
+
+def layout_from_proto(layout: kv_pb2.KvLayout) -> KVLayout:
+    """The values as they came: a dtype that nobody knows stays one, for the comparison to name it."""
+    return KVLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        layers=tuple(
+            tuple(TensorLayout(t.name, t.num_heads, t.head_dim) for t in layer.tensors)
+            for layer in layout.layers
+        ),
+    )

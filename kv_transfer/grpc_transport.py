@@ -1,0 +1,214 @@
+"""The gRPC transport: `Push` for control, and a stream of raw bytes for the frames on its own channel."""
+
+import asyncio
+import hmac
+from collections.abc import Iterable
+from typing import NoReturn
+
+import grpc
+
+from kv_transfer.frame import Frame, decode, encode
+from kv_transfer.messages import (
+    Drop,
+    DropCause,
+    Open,
+    ReceiverMessage,
+    SenderMessage,
+    TransferId,
+)
+from kv_transfer.transport import LinkBroken, PeerLost
+from kv_transfer.wire import (
+    MalformedMessage,
+    receiver_message_from_proto,
+    receiver_message_to_proto,
+    sender_message_from_proto,
+    sender_message_to_proto,
+)
+from protos import kv_pb2, kv_pb2_grpc
+
+FRAMES_SERVICE = "baton.v1.KvTransfer"
+FRAMES_METHOD = f"/{FRAMES_SERVICE}/Frames"
+
+# The server must allow pings this often: grpc.http2.min_recv_ping_interval_without_data_ms.
+KEEPALIVE_S = 10
+
+_CONTROL_OPTIONS = (
+    # Without it two channels to one address share a connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_BULK_OPTIONS = (
+    *_CONTROL_OPTIONS,
+    ("grpc.max_send_message_length", -1),
+)
+
+_CODE_OF_CAUSE = {
+    DropCause.DAMAGED: grpc.StatusCode.DATA_LOSS,
+    DropCause.INCOMPATIBLE: grpc.StatusCode.FAILED_PRECONDITION,
+    DropCause.DRAINING: grpc.StatusCode.UNAVAILABLE,
+}
+_CAUSE_OF_CODE = {
+    grpc.StatusCode.DATA_LOSS: DropCause.DAMAGED,
+    grpc.StatusCode.FAILED_PRECONDITION: DropCause.INCOMPATIBLE,
+}
+
+PushContext = grpc.aio.ServicerContext[kv_pb2.PushMessage, kv_pb2.PushReply]
+FramesContext = grpc.aio.ServicerContext[bytes, bytes]
+FramesMetadata = tuple[tuple[str, str | bytes], ...]
+
+
+def control_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        address, options=_CONTROL_OPTIONS, compression=grpc.Compression.NoCompression
+    )
+
+
+def bulk_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        address, options=_BULK_OPTIONS, compression=grpc.Compression.NoCompression
+    )
+
+
+def link_broken(code: grpc.StatusCode, detail: str | None) -> LinkBroken:
+    """What a status that ended a call means."""
+    kind = PeerLost if code is grpc.StatusCode.UNAVAILABLE else LinkBroken
+    return kind(_CAUSE_OF_CODE.get(code, DropCause.PUSH_BROKEN), f"{code.name}: {detail or 'no detail'}")
+
+
+def frames_metadata(transfer: TransferId, secret: bytes) -> FramesMetadata:
+    """Names the transfer of a `Frames` stream, and proves that it is the sender's."""
+    return (
+        ("baton-session-bin", transfer.session.encode()),
+        ("baton-number", str(transfer.number)),
+        ("baton-secret-bin", secret),
+    )
+
+
+def read_frames_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[TransferId, bytes]:
+    """
+    Raises:
+        MalformedMessage: a field is missing or no number.
+    """
+    values = dict(metadata)
+    try:
+        session, secret = values["baton-session-bin"], values["baton-secret-bin"]
+        if not isinstance(session, bytes) or not isinstance(secret, bytes):
+            raise ValueError("not bytes")
+        return TransferId(session.decode(), int(values["baton-number"])), secret
+    except (KeyError, ValueError) as error:
+        raise MalformedMessage(f"the metadata of Frames: {error!r}") from error
+
+
+class GrpcSenderLink:
+    """A SenderLink over two calls, one on each channel. The frames' call begins with the first frame."""
+
+    def __init__(self, control: grpc.aio.Channel, bulk: grpc.aio.Channel, opening: Open) -> None:
+        self._push = kv_pb2_grpc.KvTransferStub(control).Push()
+        self._bulk = bulk
+        self._metadata = frames_metadata(opening.transfer, opening.secret)
+        self._frames: grpc.aio.StreamUnaryCall | None = None
+
+    async def send(self, message: SenderMessage) -> None:
+        try:
+            await self._push.write(sender_message_to_proto(message))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._raise_end(self._push)
+
+    async def receive(self) -> ReceiverMessage:
+        try:
+            message = await self._push.read()
+        except grpc.aio.AioRpcError:
+            await self._raise_end(self._push)
+        if not isinstance(message, kv_pb2.PushReply):
+            await self._raise_end(self._push)
+        try:
+            return receiver_message_from_proto(message)
+        except MalformedMessage as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, str(error)) from error
+
+    async def write_frame(self, frame: Frame) -> None:
+        if self._frames is None:
+            self._frames = self._bulk.stream_unary(FRAMES_METHOD)(metadata=self._metadata)
+        try:
+            await self._frames.write(encode(frame))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._raise_end(self._frames)
+
+    async def finish_frames(self) -> None:
+        if self._frames is not None:
+            await self._frames.done_writing()
+
+    def abort(self) -> None:
+        self._push.cancel()
+        if self._frames is not None:
+            self._frames.cancel()
+
+    async def _raise_end(self, call: grpc.aio.Call) -> NoReturn:
+        raise link_broken(await call.code(), await call.details())
+
+
+class GrpcReceiverLink:
+    """A ReceiverLink over a `Push` call and the `Frames` call that joins it. See ReceiverLink.
+
+    Attributes:
+        ended: with what status both calls must end. Both servicer methods wait for it.
+    """
+
+    def __init__(self, push: PushContext) -> None:
+        loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = loop.create_future()
+        self._push = push
+        self._frames: asyncio.Future[FramesContext] = loop.create_future()
+
+    async def send(self, message: ReceiverMessage) -> None:
+        try:
+            await self._push.write(receiver_message_to_proto(message))
+        except grpc.aio.BaseError as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, f"the control stream broke: {error}") from error
+
+    async def receive(self) -> SenderMessage:
+        try:
+            message = await self._push.read()
+            if isinstance(message, kv_pb2.PushMessage):
+                return sender_message_from_proto(message)
+        except (grpc.aio.BaseError, MalformedMessage) as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, f"the control stream broke: {error}") from error
+        raise LinkBroken(DropCause.PUSH_BROKEN, "the sender ended the control stream")
+
+    async def read_frame(self) -> Frame | None:
+        frames = await asyncio.shield(self._frames)
+        try:
+            message = await frames.read()
+        except grpc.aio.BaseError as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, f"the stream of frames broke: {error}") from error
+        return decode(message) if isinstance(message, bytes) else None
+
+    def end(self, drop: Drop | None) -> None:
+        if drop is None or drop.cause is DropCause.ENDED_AT_FIRST_TOKEN:
+            self.end_with(grpc.StatusCode.OK, "")
+        else:
+            self.end_with(_CODE_OF_CAUSE.get(drop.cause, grpc.StatusCode.ABORTED), drop.detail)
+
+    def end_with(self, code: grpc.StatusCode, detail: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result((code, detail))
+
+    def break_off(self, detail: str) -> None:
+        """One of the two calls is known to be over."""
+        if not self.broken.done():
+            self.broken.set_result(detail)
+
+    def join(self, frames: FramesContext) -> bool:
+        """Takes the `Frames` call of this hand-off. False: there is one already."""
+        if self._frames.done():
+            return False
+        self._frames.set_result(frames)
+        return True
+
+
+def secrets_match(expected: bytes, given: bytes) -> bool:
+    """In constant time."""
+    return hmac.compare_digest(expected, given)

@@ -1,0 +1,188 @@
+"""A hand-off as the decode worker's side drives it: one HandoffReceiver between a link and a sink."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine
+
+from engine.kv_layout import KVLayout
+from kv_transfer.frame import DamagedFrame, Frame, cut
+from kv_transfer.messages import (
+    Accepted,
+    Close,
+    Commit,
+    Credit,
+    Drop,
+    DropCause,
+    Grant,
+    Open,
+    ReceiverMessage,
+)
+from kv_transfer.receiver import (
+    AdmitDone,
+    AdmitFailed,
+    AdmitSequence,
+    BlocksReserved,
+    Dropped,
+    EndLink,
+    FrameArrived,
+    FrameDamaged,
+    FramesFinished,
+    FreeBlocks,
+    HandoffReceiver,
+    LinkEnded,
+    ReceiverAction,
+    ReceiverEvent,
+    RequestBlocks,
+    ReserveFailed,
+    ScatterDone,
+    ScatterFailed,
+    ScatterFrame,
+    SendAccepted,
+    SendCredit,
+    SendGrant,
+)
+from kv_transfer.sink import HandoffDropped, HandoffSink
+from kv_transfer.transport import LinkBroken, ReceiverLink
+
+log = logging.getLogger(__name__)
+
+
+class HandoffInbound:
+    """One hand-off that the door let in. `run` is its whole life; all on the event loop.
+
+    The sink's `release` or `admit` has happened when `run` returns, also when the task that awaits it is
+    cancelled: `run` then waits for scatters under way.
+    """
+
+    def __init__(
+        self, link: ReceiverLink, sink: HandoffSink, layout: KVLayout, num_tokens: int, terms: Grant
+    ) -> None:
+        self._link = link
+        self._sink = sink
+        self._layout = layout
+        self._receiver = HandoffReceiver(layout, num_tokens, terms)
+        self._outbox: asyncio.Queue[ReceiverMessage] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        self._sink.dropped.add_done_callback(self._on_dropped)
+        self._link.broken.add_done_callback(self._on_broken)
+        self._act(self._receiver.start())
+        self._spawn(self._read_control())
+        self._spawn(self._read_frames())
+        self._spawn(self._write_control())
+        try:
+            await asyncio.shield(self._over)
+        except asyncio.CancelledError:
+            self._feed(LinkEnded("the receiver stops"))
+            await asyncio.shield(self._over)
+            raise
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        self._sink.dropped.remove_done_callback(self._on_dropped)
+        self._link.broken.remove_done_callback(self._on_broken)
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _feed(self, event: ReceiverEvent) -> None:
+        self._act(self._receiver.handle(event))
+
+    def _act(self, actions: tuple[ReceiverAction, ...]) -> None:
+        for action in actions:
+            match action:
+                case RequestBlocks():
+                    self._spawn(self._reserve())
+                case SendGrant(grant):
+                    self._outbox.put_nowait(grant)
+                case SendCredit(frames):
+                    self._outbox.put_nowait(Credit(frames))
+                case ScatterFrame(frame):
+                    self._spawn(self._scatter(frame))
+                case AdmitSequence(first_token, kv_bytes):
+                    self._spawn(self._admit(first_token, kv_bytes))
+                case SendAccepted(kv_bytes):
+                    self._outbox.put_nowait(Accepted(kv_bytes))
+                case EndLink(drop):
+                    self._link.end(drop)
+                case FreeBlocks(drop):
+                    self._sink.release(drop)
+                    self._over.set_result(None)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_dropped(self, dropped: asyncio.Future[Drop]) -> None:
+        if not dropped.cancelled():
+            self._feed(Dropped(dropped.result()))
+
+    def _on_broken(self, broken: asyncio.Future[str]) -> None:
+        if not broken.cancelled():
+            self._feed(LinkEnded(broken.result()))
+
+    async def _reserve(self) -> None:
+        drop = await self._attempt(self._sink.reserve())
+        self._feed(BlocksReserved() if drop is None else ReserveFailed(drop))
+
+    async def _scatter(self, frame: Frame) -> None:
+        drop = await self._attempt(self._sink.scatter(cut(frame, self._layout)))
+        self._feed(ScatterDone(frame.number) if drop is None else ScatterFailed(frame.number, drop))
+
+    async def _admit(self, first_token: int, kv_bytes: int) -> None:
+        drop = await self._attempt(self._sink.admit(first_token, kv_bytes))
+        self._feed(AdmitDone() if drop is None else AdmitFailed(drop))
+
+    async def _attempt(self, call: Awaitable[None]) -> Drop | None:
+        """What the sink's call failed with, or None. Whatever it raises must end the grant."""
+        try:
+            await call
+        except HandoffDropped as dropped:
+            return dropped.drop
+        except asyncio.CancelledError:
+            if self._over.done():
+                raise
+            return Drop(DropCause.INTERNAL, "the engine gave the hand-off up")
+        except Exception as error:
+            log.exception("a hand-off failed at its receiver")
+            return Drop(DropCause.INTERNAL, repr(error))
+        return None
+
+    async def _read_control(self) -> None:
+        try:
+            while True:
+                message = await self._link.receive()
+                match message:
+                    case Commit() | Close():
+                        self._feed(message)
+                    case Open():
+                        self._feed(LinkEnded("the sender opened twice"))
+        except LinkBroken as broken:
+            self._feed(LinkEnded(broken.detail))
+
+    async def _read_frames(self) -> None:
+        try:
+            while (frame := await self._link.read_frame()) is not None:
+                self._feed(FrameArrived(frame))
+            self._feed(FramesFinished())
+        except DamagedFrame as error:
+            self._feed(FrameDamaged(str(error)))
+        except LinkBroken as broken:
+            self._feed(LinkEnded(broken.detail))
+
+    async def _write_control(self) -> None:
+        """The sequence runs whether or not its Accepted arrives."""
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._link.send(message)
+            except LinkBroken as broken:
+                self._feed(LinkEnded(broken.detail))
+            if isinstance(message, Accepted):
+                self._link.end(None)
+                self._over.set_result(None)
