@@ -12,7 +12,7 @@ UV := $(BIN)/uv
 # One stamp a step, inside .venv: removing .venv forgets them all.
 INSTALLED := .venv/.installed
 PROTOS := .venv/.protos
-step = @printf '\033[1m==> %s\033[0m\n' "$(1)"
+step = @echo '==> $(1)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
