@@ -1,0 +1,1 @@
+"""A server around an engine: takes hand-offs, decodes in continuous batches, streams tokens."""

@@ -162,24 +162,29 @@ class Engine:
         self._scheduler.remove(sequence)
         return True
 
-    def import_kv(self, sequence_id: SequenceId, layer: int, token_start: int, tensors: Rows[Tensor]) -> bool:
-        """Writes a layer's KV of tokens from `token_start` into an importing sequence's blocks.
+    def import_kv(
+        self, sequence_id: SequenceId, layer: int, tensor: int, token_start: int, data: Tensor
+    ) -> bool:
+        """Writes KV of tokens from `token_start` on into an importing sequence's blocks.
 
         Args:
-            tensors: in the layout's order, each [num_tokens, num_heads, head_dim].
+            tensor: its place in the layer's layout.
+            data: [num_tokens, num_heads, head_dim].
 
         Returns:
             False: the sequence is gone, nothing was written.
+
+        Raises:
+            ValueError: the tokens go beyond the sequence's.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.state is not SequenceState.IMPORTING:
             return False
-        token_end = token_start + tensors[0].shape[0]
+        token_end = token_start + data.shape[0]
         if token_end > len(sequence.tokens):
             raise ValueError(f"KV of tokens up to {token_end} for a prompt of {len(sequence.tokens)}")
         slots = torch.from_numpy(sequence.slots(token_start, token_end, self.layout.block_size))
-        for index, data in enumerate(tensors):
-            self._cache.scatter(layer, index, slots.to(self._cache.device), data.to(self._cache.device))
+        self._cache.scatter(layer, tensor, slots.to(self._cache.device), data.to(self._cache.device))
         return True
 
     def begin_decode(self, sequence_id: SequenceId, first_token: int) -> FinishReason | None:

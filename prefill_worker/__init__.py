@@ -1,0 +1,1 @@
+"""A server around an engine: prefills, samples the first token, hands off."""

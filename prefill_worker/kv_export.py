@@ -24,7 +24,7 @@ class KVExport:
         self._sinks: dict[SequenceId, KVSink] = {}
 
     def attach(self, sequence_id: SequenceId, sink: KVSink) -> None:
-        """For the loop: `sink` gets every piece of the sequence, on the loop, in layer order of each chunk."""
+        """For the loop: `sink` gets every piece of the sequence, there, in layer order of each chunk."""
         self._sinks[sequence_id] = sink
 
     def detach(self, sequence_id: SequenceId) -> None:

@@ -37,8 +37,7 @@ class EngineReport:
 class EngineThread:
     """Runs an engine's steps for as long as there is work, and operations between them.
 
-    All methods are for the loop's thread. Reports arrive there too, in the order of the steps; an
-    operation's result arrives before the report of any step that follows it.
+    All methods are for the loop's thread. Reports arrive there too, in the order of the steps.
     """
 
     def __init__(self, build: Callable[[], Engine], on_report: Callable[[EngineReport], None]) -> None:
@@ -73,8 +72,12 @@ class EngineThread:
         """Runs `operation` before the next step. It must not raise: that would end the engine."""
         self._operations.put(operation)
 
-    async def call(self, operation: Callable[[Engine], T]) -> T:
+    async def call(self, operation: Callable[[Engine], T], on_result: Callable[[T], None] | None = None) -> T:
         """Runs `operation` before the next step.
+
+        Args:
+            on_result: called on the loop with the result, before the report of any later step comes;
+                whoever awaits this call may wake up after it.
 
         Returns:
             What it returned.
@@ -93,7 +96,7 @@ class EngineThread:
             except Exception as error:
                 self._loop.call_soon_threadsafe(_fail, future, error)
             else:
-                self._loop.call_soon_threadsafe(_resolve, future, result)
+                self._loop.call_soon_threadsafe(_resolve, future, result, on_result)
 
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -137,9 +140,12 @@ class EngineThread:
         self.ended.set_result(error)
 
 
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
+def _resolve(future: asyncio.Future[T], result: T, on_result: Callable[[T], None] | None = None) -> None:
+    if future.done():
+        return
+    future.set_result(result)
+    if on_result is not None:
+        on_result(result)
 
 
 def _fail(future: asyncio.Future[T], error: Exception) -> None:

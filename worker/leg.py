@@ -51,9 +51,9 @@ class LegDropped(Exception):
 class Leg(ABC):
     """One attempt's part on this worker.
 
-    `run` is its whole life: it returns when the attempt is over here, raises LegDropped when it failed,
-    and frees what it holds also when it is cancelled. The `on_` methods come from the engine, in the order
-    of its steps, and must not block.
+    `run` is its whole life: it returns when the attempt is over here, and raises LegDropped when it failed.
+    `close` follows, also when `run` was cancelled, before it began even. The `on_` methods come from the
+    engine, in the order of its steps, and must not block.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -61,6 +61,10 @@ class Leg(ABC):
 
     @abstractmethod
     async def run(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the leg holds. Called once."""
 
     def on_granted(self) -> None:
         """The sequence holds its blocks; a hand-off may fill them."""
@@ -146,6 +150,7 @@ class LegTable:
     def _forget(self, leg: Leg) -> None:
         key = leg.assignment.sequence_id
         del self._legs[key], self._tasks[key]
+        leg.close()
         leg.assignment.session.forget(leg.assignment.submit.attempt.number)
         if not self._legs:
             self._empty.set()

@@ -65,13 +65,13 @@ class LoadMonitor:
         self._kv_bytes_received += num_bytes
         self._received.inc(num_bytes)
 
-    def report(self, *, waiting_legs: int) -> worker_pb2.LoadReport:
-        """`waiting_legs`: attempts that have not come to the engine yet."""
+    def report(self, *, legs_before_engine: int, tokens_before_engine: int) -> worker_pb2.LoadReport:
+        """Both count what has come to the worker and not to its engine."""
         load = self._load
         return worker_pb2.LoadReport(
             num_running=load.num_running,
-            num_waiting=load.num_waiting + waiting_legs,
-            waiting_prompt_tokens=load.waiting_prompt_tokens,
+            num_waiting=load.num_waiting + legs_before_engine,
+            waiting_prompt_tokens=load.waiting_prompt_tokens + tokens_before_engine,
             num_blocks=load.num_blocks,
             free_blocks=load.free_blocks,
             step_s=median(self._step_s) if self._step_s else 0.0,

@@ -24,8 +24,9 @@ class LocalLeg(Leg):
             await self._ended.wait()
         except InvalidRequest as error:
             raise LegDropped(worker_pb2.DROP_CAUSE_INVALID, str(error)) from error
-        finally:
-            self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
+
+    def close(self) -> None:
+        self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
 
     def on_ended(self, ended: EndedSequence) -> None:
         self.report_finished(ended)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import grpc
+from engine.loading import load_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -15,15 +16,14 @@ from prometheus_client import start_http_server
 
 from engine.batch import KVListener
 from engine.engine import Engine
-from engine.loading import load_engine
 from kv_transfer.compatibility import layout_to_proto
-from protos import kv_pb2, worker_pb2, worker_pb2_grpc
+from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineReport, EngineThread
-from worker.leg import LegFactory, LegTable
+from worker.leg import Assignment, LegFactory, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
-from worker.session_service import PROTOCOL_VERSION, SessionService
+from worker.session_service import SessionService
 from worker.submission import engine_request
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class WorkerServer(ABC):
     def _add_services(self, server: grpc.aio.Server) -> None:
         """gRPC services beside Worker and Health."""
 
-    def _local_leg(self, assignment) -> LocalLeg:
+    def _local_leg(self, assignment: Assignment) -> LocalLeg:
         return LocalLeg(assignment, engine_request(assignment), self.engine)
 
     def _on_report(self, report: EngineReport) -> None:
@@ -145,10 +145,16 @@ class WorkerServer(ABC):
         self.legs.dispatch(report)
 
     def _load_report(self) -> worker_pb2.LoadReport:
-        return self.monitor.report(waiting_legs=self.waiting_legs())
+        return self.monitor.report(
+            legs_before_engine=self.legs_before_engine(), tokens_before_engine=self.tokens_before_engine()
+        )
 
-    def waiting_legs(self) -> int:
+    def legs_before_engine(self) -> int:
         """Attempts that have not come to the engine yet."""
+        return 0
+
+    def tokens_before_engine(self) -> int:
+        """Their prompt tokens, as far as this worker will compute them."""
         return 0
 
     def check_health(self) -> None:

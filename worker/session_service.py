@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import grpc
 from grpc.aio import ServicerContext
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
 from worker.leg import Assignment, LegDropped, LegFactory, LegTable, sequence_id
 from worker.session import OutboxFull, RouterSession
 
 log = logging.getLogger(__name__)
 
-# Version N talks to N - 1 and N + 1.
-PROTOCOL_VERSION = 1
 HEARTBEAT_S = 0.25
 
 

@@ -83,7 +83,8 @@ class Wire:
 def hand_off(wire: Wire, prefilled: Run, to: Run, *names: str) -> None:
     to.engine.admit()
     for name, layer, token_start, key, value in wire.pieces:
-        assert to.engine.import_kv(name, layer, token_start, [key, value])
+        assert to.engine.import_kv(name, layer, 0, token_start, key)
+        assert to.engine.import_kv(name, layer, 1, token_start, value)
     for name in names:
         to.tokens[name] = [prefilled.held[name].first_token]
         assert to.engine.begin_decode(name, prefilled.held[name].first_token) is None
@@ -248,11 +249,10 @@ def test_an_import_beyond_the_prompt_is_refused(tiny_model):
     engine = tiny_engine(tiny_model)
     engine.submit(request("a", prompt_of(20), kv_source=KVSource.HANDOFF))
     engine.admit()
-    heads = torch.zeros(5, 2, 16)
     with pytest.raises(ValueError, match="20"):
-        engine.import_kv(SequenceId("a"), 0, 16, [heads, heads])
+        engine.import_kv(SequenceId("a"), 0, 0, 16, torch.zeros(5, 2, 16))
 
 
 def test_an_import_for_a_sequence_that_is_gone_writes_nothing(tiny_model):
     engine = tiny_engine(tiny_model)
-    assert not engine.import_kv(SequenceId("gone"), 0, 0, [torch.zeros(1, 2, 16)] * 2)
+    assert not engine.import_kv(SequenceId("gone"), 0, 0, 0, torch.zeros(1, 2, 16))

@@ -1,0 +1,166 @@
+"""Take a hand-off, then decode: the receiving leg of an attempt, and the door that a Push comes to."""
+
+import asyncio
+import hmac
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engine.engine import EndedSequence, Engine
+from engine.kv_layout import KVLayout
+from engine.request import FinishReason, InvalidRequest, KVSource
+from kv_transfer.frame import KVSlice
+from kv_transfer.messages import Drop, DropCause, Open
+from kv_transfer.sink import (
+    HandoffDropped,
+    HandoffRefused,
+    NumberOver,
+    UnknownSession,
+    WrongEpoch,
+    WrongSecret,
+)
+from protos import worker_pb2
+from worker.drop_causes import dropped_leg
+from worker.engine_thread import EngineThread
+from worker.leg import FINISH_REASONS, Assignment, Leg, LegTable, sequence_id
+from worker.load_monitor import LoadMonitor
+from worker.session import RouterSession, SessionEnded
+from worker.submission import engine_request
+
+
+class DecodeLeg(Leg):
+    """A request whose KV comes by hand-off: its place at this worker (kv_transfer's HandoffSink)."""
+
+    def __init__(
+        self, assignment: Assignment, engine: EngineThread, layout: KVLayout, monitor: LoadMonitor
+    ) -> None:
+        super().__init__(assignment)
+        loop = asyncio.get_running_loop()
+        self.dropped: asyncio.Future[Drop] = loop.create_future()
+        # A Push has it.
+        self.claimed = False
+        self._request = engine_request(assignment, kv_source=KVSource.HANDOFF)
+        self._engine = engine
+        self._layout = layout
+        self._monitor = monitor
+        self._granted = asyncio.Event()
+        # None: the sequence has its end.
+        self._over: asyncio.Future[Drop | None] = loop.create_future()
+
+    async def run(self) -> None:
+        drop = await self._over
+        if drop is not None:
+            raise dropped_leg(drop)
+
+    def close(self) -> None:
+        if not self.dropped.done():
+            self.dropped.set_result(Drop(DropCause.CANCELLED, "the attempt is over here"))
+        self._free()
+
+    def _free(self) -> None:
+        self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV comes."""
+        return len(self._request.prompt) + len(self._request.generated)
+
+    async def reserve(self) -> None:
+        try:
+            await self._engine.call(lambda engine: engine.submit(self._request))
+        except InvalidRequest as error:
+            raise HandoffDropped(Drop(DropCause.INVALID, str(error))) from error
+        await self._granted.wait()
+
+    def on_granted(self) -> None:
+        self._granted.set()
+
+    async def scatter(self, slices: Sequence[KVSlice]) -> None:
+        if not await self._engine.call(lambda engine: self._import(engine, slices)):
+            raise HandoffDropped(Drop(DropCause.CANCELLED, "the sequence is gone"))
+
+    def _import(self, engine: Engine, slices: Sequence[KVSlice]) -> bool:
+        key = self._request.sequence_id
+        return all(engine.import_kv(key, s.layer, s.tensor, s.token_start, self._rows(s)) for s in slices)
+
+    def _rows(self, piece: KVSlice) -> torch.Tensor:
+        form = self._layout.layers[piece.layer][piece.tensor]
+        flat = torch.frombuffer(piece.data, dtype=self._layout.torch_dtype)
+        return flat.view(piece.token_count, form.num_heads, form.head_dim)
+
+    async def admit(self, first_token: int, kv_bytes: int) -> None:
+        key = self._request.sequence_id
+        try:
+            await self._engine.call(
+                lambda engine: engine.begin_decode(key, first_token),
+                lambda reason: self._report_admitted(first_token, kv_bytes, reason),
+            )
+        except KeyError as error:
+            raise HandoffDropped(Drop(DropCause.CANCELLED, "the sequence is gone")) from error
+
+    def _report_admitted(self, first_token: int, kv_bytes: int, reason: FinishReason | None) -> None:
+        self._monitor.on_kv_received(kv_bytes)
+        submit, event = self.assignment.submit, self.assignment.session.event()
+        event.admitted.append(worker_pb2.Admitted(attempt=submit.attempt, kv_bytes=kv_bytes))
+        event.tokens.append(
+            worker_pb2.SequenceTokens(
+                attempt=submit.attempt,
+                sample=submit.sample,
+                index=len(self._request.generated),
+                token_ids=[first_token],
+            )
+        )
+        if reason is not None:
+            event.finished.append(
+                worker_pb2.Finished(
+                    attempt=submit.attempt, sample=submit.sample, finish_reason=FINISH_REASONS[reason]
+                )
+            )
+            self._end(None)
+
+    def release(self, drop: Drop) -> None:
+        # The engine may have been asked for the blocks after `close`.
+        self._free()
+        self._end(drop)
+
+    def on_ended(self, ended: EndedSequence) -> None:
+        self.report_finished(ended)
+        self._end(None)
+
+    def _end(self, drop: Drop | None) -> None:
+        if not self._over.done():
+            self._over.set_result(drop)
+
+
+class DecodeDoor:
+    """Knows which attempts a hand-off may come for (kv_transfer's HandoffDoor)."""
+
+    def __init__(self, epoch: int, sessions: Mapping[str, RouterSession], legs: LegTable) -> None:
+        self._epoch = epoch
+        self._sessions = sessions
+        self._legs = legs
+
+    async def authorize(self, opening: Open) -> DecodeLeg:
+        if opening.receiver_epoch != self._epoch:
+            raise WrongEpoch(
+                f"epoch: this worker's is {self._epoch}, the Push is for {opening.receiver_epoch}"
+            )
+        transfer = opening.transfer
+        session = self._sessions.get(transfer.session)
+        if session is None:
+            raise UnknownSession(f"session {transfer.session} is not connected")
+        try:
+            await session.wait_for(transfer.number)
+        except SessionEnded as error:
+            raise UnknownSession(f"session {transfer.session} ended") from error
+        leg = self._legs.get(sequence_id(transfer.session, transfer.number))
+        if not isinstance(leg, DecodeLeg) or leg.claimed:
+            raise NumberOver(f"attempt {transfer.number} is over, takes no hand-off, or has one already")
+        if opening.num_tokens != leg.num_tokens:
+            raise HandoffRefused(
+                f"num_tokens: the Push has {opening.num_tokens}, the attempt {leg.num_tokens}"
+            )
+        if not hmac.compare_digest(opening.secret, leg.assignment.submit.secret):
+            raise WrongSecret("the secret is not the attempt's")
+        leg.claimed = True
+        return leg

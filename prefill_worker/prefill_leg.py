@@ -1,0 +1,120 @@
+"""Prefill, sample one token, hand off: the sending leg of an attempt."""
+
+import asyncio
+import time
+
+from engine.engine import EndedSequence, HeldSequence
+from engine.request import InvalidRequest, RunUntil
+from kv_transfer.messages import Accepted, CloseReason, Drop, TransferId
+from kv_transfer.outbound import HandoffEnded, HandoffOutbound, HandoffTicket
+from kv_transfer.peers import PeerAddress, PeerPool
+from kv_transfer.sender import Closed
+from prefill_worker.grant_window import GrantWindow, Turn
+from prefill_worker.kv_export import KVExport
+from protos import worker_pb2
+from worker.drop_causes import dropped_leg
+from worker.engine_thread import EngineThread
+from worker.leg import Assignment, Leg, LegDropped
+from worker.load_monitor import LoadMonitor
+from worker.submission import engine_request
+
+
+class PrefillLeg(Leg):
+    """First the receiver's grant, then blocks of this engine: none is held here to wait for some there."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        engine: EngineThread,
+        peers: PeerPool,
+        window: GrantWindow,
+        export: KVExport,
+        monitor: LoadMonitor,
+    ) -> None:
+        super().__init__(assignment)
+        self._request = engine_request(assignment, run_until=RunUntil.FIRST_TOKEN)
+        self._engine = engine
+        self._window = window
+        self._export = export
+        self._monitor = monitor
+        self._handoff = HandoffOutbound(peers, self._ticket())
+        self._computed = asyncio.Event()
+        self._held: HeldSequence | None = None
+
+    def _ticket(self) -> HandoffTicket:
+        submit = self.assignment.submit
+        leg = submit.prefill
+        return HandoffTicket(
+            receiver=PeerAddress(leg.decode_address, leg.decode_epoch),
+            transfer=TransferId(leg.decode_session, submit.attempt.number),
+            secret=submit.secret,
+            num_tokens=len(self._request.prompt) + len(self._request.generated),
+        )
+
+    async def run(self) -> None:
+        try:
+            await self._compute()
+            if self._held is None:
+                self._handoff.close(CloseReason.ENDED_AT_FIRST_TOKEN)
+                return
+            self._report(self._held, await self._handoff.outcome)
+        except HandoffEnded as ended:
+            raise _dropped(ended.outcome) from ended
+        except InvalidRequest as error:
+            raise LegDropped(worker_pb2.DROP_CAUSE_INVALID, str(error)) from error
+
+    def close(self) -> None:
+        self._export.detach(self._request.sequence_id)
+        self._handoff.cancel()
+        # The frames are copies: nothing reads the blocks any more.
+        self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
+
+    async def _compute(self) -> None:
+        """Returns when the first token is there; raises HandoffEnded when the receiver is lost before."""
+        turn = Turn(
+            age=(self._request.arrival_s, self._request.sequence_id),
+            peer=self.assignment.submit.prefill.decode_worker_id,
+            num_tokens=len(self._request.prompt) + len(self._request.generated),
+        )
+        async with self._window.turn(turn):
+            await self._handoff.open()
+            self._window.granted(turn)
+            self._export.attach(self._request.sequence_id, self._handoff.offer)
+            await self._engine.call(lambda engine: engine.submit(self._request))
+            computed = asyncio.create_task(self._computed.wait())
+            try:
+                await asyncio.wait({computed, self._handoff.outcome}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                computed.cancel()
+        if not self._computed.is_set():
+            raise HandoffEnded(self._handoff.outcome.result())
+
+    def on_held(self, held: HeldSequence) -> None:
+        self._held = held
+        self._handoff.commit(held.first_token)
+        self._computed.set()
+
+    def on_ended(self, ended: EndedSequence) -> None:
+        self.report_finished(ended)
+        self._computed.set()
+
+    def _report(self, held: HeldSequence, outcome: Accepted | Drop | Closed) -> None:
+        if not isinstance(outcome, Accepted):
+            raise _dropped(outcome)
+        self._monitor.on_kv_sent(outcome.kv_bytes)
+        marks = held.marks
+        self.assignment.session.event().prefilled.append(
+            worker_pb2.Prefilled(
+                attempt=self.assignment.submit.attempt,
+                queue_s=marks.first_chunk - self.assignment.received,
+                prefill_s=marks.first_token - marks.first_chunk,
+                transfer_s=time.monotonic() - marks.first_token,
+                kv_bytes=outcome.kv_bytes,
+            )
+        )
+
+
+def _dropped(outcome: Accepted | Drop | Closed) -> LegDropped:
+    if isinstance(outcome, Drop):
+        return dropped_leg(outcome)
+    return LegDropped(worker_pb2.DROP_CAUSE_INTERNAL, f"the hand-off ended with {outcome}")
