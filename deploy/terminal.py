@@ -1,0 +1,98 @@
+"""How the command line shows things."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.readiness import ReadyCluster
+from deploy.serve_api import ApplicationStatus
+from router.cluster_view import WorkerStatus
+
+console = Console()
+errors = Console(stderr=True)
+
+
+class Progress:
+    """What is being waited for: a spinner on a terminal, elsewhere a line for each change."""
+
+    def __init__(self, what: str) -> None:
+        self._start_s = time.monotonic()
+        self._status = console.status(what)
+        self._shown = ""
+        self.show(what)
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def show(self, what: str) -> None:
+        elapsed = f"[dim]{time.monotonic() - self._start_s:4.0f} s[/dim]"
+        self._status.update(f"{what} {elapsed}")
+        if what != self._shown and not console.is_terminal:
+            console.print(f"{elapsed}  {what}")
+        self._shown = what
+
+
+def pools_table(status: ApplicationStatus) -> Table:
+    table = Table("pool", "wanted", "running", "starting", "leaving", "", title=f"Pools: {status.status}")
+    for name, pool in status.deployments.items():
+        counts = (pool.target, pool.running, pool.starting, pool.stopping)
+        table.add_row(name, *map(str, counts), pool.message.splitlines()[0] if pool.message else "")
+    return table
+
+
+def workers_table(workers: list[WorkerStatus]) -> Table:
+    table = Table(title="Workers")
+    for heading in ("worker", "role", "address", "state"):
+        table.add_column(heading)
+    for heading in ("running", "waiting", "KV in use", "step", "prefill", "KV sent", "KV received"):
+        table.add_column(heading, justify="right")
+    for worker in sorted(workers, key=lambda worker: (worker.role != "prefill", worker.worker_id or "")):
+        state = "draining" if worker.draining else worker.state
+        table.add_row(
+            worker.worker_id or "-",
+            worker.role or "-",
+            worker.address,
+            f"{state} ({worker.reason})" if worker.reason else state,
+            str(worker.num_running if worker.num_running is not None else "-"),
+            str(worker.num_waiting if worker.num_waiting is not None else "-"),
+            kv_use(worker),
+            f"{worker.step_s * 1e3:.1f} ms" if worker.step_s else "-",
+            f"{worker.prefill_tokens_per_s:.0f} tok/s" if worker.prefill_tokens_per_s else "-",
+            megabytes(worker.kv_bytes_sent or 0),
+            megabytes(worker.kv_bytes_received or 0),
+        )
+    return table
+
+
+def kv_use(worker: WorkerStatus) -> str:
+    if not worker.num_blocks or worker.free_blocks is None:
+        return "-"
+    used = worker.num_blocks - worker.free_blocks
+    return f"{used / worker.num_blocks:.0%} of {worker.num_blocks} blocks"
+
+
+def megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def print_ready(cluster: ReadyCluster) -> None:
+    """Where requests go, in a form that can be pasted."""
+    name, grpc_address, http_address = cluster.state.model_name, cluster.grpc_address, cluster.http_address
+    console.print(f"[green]ready[/green]: {name}")
+    console.print(f"  gRPC    {grpc_address}    (baton.v1.Inference)")
+    console.print(f"  OpenAI  http://{http_address}/v1")
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    console.out(
+        f"  curl http://{http_address}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        highlight=False,
+    )
+    console.print("  baton chat · baton status · baton scale decode=2 · baton down")

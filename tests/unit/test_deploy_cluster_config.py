@@ -1,0 +1,88 @@
+"""The configuration of a cluster: what it accepts, refuses and prints."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.cluster_config import ClusterConfig, ConfigError, load_config, parse_config, render_config
+
+
+def test_printed_configuration_reads_back_as_the_default() -> None:
+    content = yaml.safe_load(render_config(ClusterConfig()))
+    assert parse_config(content, "printed") == ClusterConfig()
+
+
+def test_printed_configuration_reads_back_as_what_was_set() -> None:
+    config = parse_config(
+        {"model": "m", "pools": {"decode": {"workers": 3, "worker": {"step_tokens": 64}}}}, "test"
+    )
+    assert parse_config(yaml.safe_load(render_config(config)), "printed") == config
+
+
+def test_every_printed_key_has_a_comment() -> None:
+    lines = render_config(ClusterConfig()).splitlines()
+    keys = [number for number, line in enumerate(lines) if not line.lstrip().startswith("#")]
+    assert keys
+    assert all(len(lines[number - 1].lstrip()) > 3 and "# " in lines[number - 1] for number in keys)
+    assert "None" not in "".join(line for line in lines if line.lstrip().startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"modle": "m"}, "unknown key 'modle' (did you mean 'model'?)"),
+        ({"pools": {"prefil": {}}}, "unknown key 'pools.prefil' (did you mean 'prefill'?)"),
+        ({"worker": {"blocksize": 8}}, "unknown key 'worker.blocksize' (did you mean 'block_size'?)"),
+        ({"router": {"xyzzy": 1}}, "unknown key 'router.xyzzy'"),
+        ({"worker": {"model_path": "/m"}}, "unknown key 'worker.model_path'"),
+        ({"pools": {"decode": {"workers": 0}}}, "pools.decode.workers: Input should be greater"),
+        (
+            {"pools": {"decode": {"worker": {"block_size": 32}}}},
+            "block_size must be the same in both pools, not 16 and 32",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(content, "cluster.yaml")
+    assert str(error.value).startswith("cluster.yaml: ")
+    assert message in str(error.value)
+
+
+def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("model: [")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not YAML"):
+        load_config(path)
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").touch()
+    assert load_config(tmp_path / "empty.yaml") == ClusterConfig()
+
+
+def test_a_pool_overrides_what_both_are_told() -> None:
+    config = parse_config(
+        {
+            "worker": {"step_tokens": 256, "dtype": "float32"},
+            "pools": {"prefill": {"worker": {"step_tokens": 1024}}},
+        },
+        "test",
+    )
+    assert config.worker_config("prefill").step_tokens == 1024
+    assert config.worker_config("decode").step_tokens == 256
+    assert config.worker_config("prefill").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("model", "model_name", "served"),
+    [("smollm2-135m", None, "smollm2-135m"), ("owner/name", None, "owner/name"), ("owner/name", "n", "n")],
+)
+def test_clients_see_the_models_name(model: str, model_name: str | None, served: str) -> None:
+    config = ClusterConfig(model=model, model_name=model_name)
+    assert config.served_name == config.router_config().model_name == served
+
+
+def test_clients_see_the_name_of_a_models_folder(tmp_path: Path) -> None:
+    assert ClusterConfig(model=str(tmp_path)).served_name == tmp_path.name
