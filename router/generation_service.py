@@ -1,0 +1,165 @@
+"""What both doors open on: a draft in, the pieces of a completion out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from router.cluster_view import Role, WorkerStatus
+from router.completion import End, Piece
+from router.errors import ErrorCode, RequestError, unavailable
+from router.fleet import Fleet, count_ready, max_model_len
+from router.generation_request import (
+    ChatPrompt,
+    GenerationRequest,
+    Limits,
+    RequestDraft,
+    TextPrompt,
+    TokenPrompt,
+    check_prompt,
+    check_sampling,
+    check_stop,
+)
+from router.metrics import CANCELLED, RouterMetrics
+from router.model_card import ModelCard
+from router.request_run import RequestRun
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Outputs = AsyncGenerator[Piece | End, None]
+
+
+class GenerationService:
+    """Checks requests, runs them, and counts them."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        local_prefill_tokens: int,
+    ) -> None:
+        self.card = card
+        self.draining = False
+        self._tokenizer = tokenizer
+        self._fleet = fleet
+        self._metrics = metrics
+        self._local_prefill_tokens = local_prefill_tokens
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def limits(self) -> Limits:
+        """Of the model and of the workers that are connected."""
+        longest = max_model_len(self._fleet.snapshot(), self.card.max_model_len)
+        return Limits(self.card.vocab_size, longest)
+
+    @property
+    def is_ready(self) -> bool:
+        """A request would find a worker."""
+        workers = self._fleet.snapshot()
+        return not self.draining and any(count_ready(workers, role) for role in Role)
+
+    def worker_statuses(self) -> list[WorkerStatus]:
+        return self._fleet.statuses()
+
+    def metrics_text(self) -> bytes:
+        """In Prometheus' text format."""
+        workers = self._fleet.snapshot()
+        for role in Role:
+            self._metrics.workers.labels(role.value).set(count_ready(workers, role))
+        return self._metrics.exposition()
+
+    async def idle(self) -> None:
+        """Returns when no request runs."""
+        await self._idle.wait()
+
+    async def generate(self, draft: RequestDraft) -> Outputs:
+        """Pieces, then one `End`. Closing the generator cancels the request on its workers.
+
+        Raises:
+            RequestError: any code of `ErrorCode`.
+        """
+        self._begin()
+        code = CANCELLED
+        try:
+            async with aclosing(self._run(draft)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, End):
+                        code = ""
+                        self._log_end(draft, output)
+                    yield output
+        except RequestError as error:
+            code = error.code.name
+            logger.info("%s: %s: %s", draft.request_id, code, error.message)
+            raise
+        except Exception as error:
+            code = ErrorCode.INTERNAL.name
+            logger.exception("%s: failed", draft.request_id)
+            raise RequestError(ErrorCode.INTERNAL, "the router failed; its log says why") from error
+        finally:
+            self._finish(code)
+
+    async def _run(self, draft: RequestDraft) -> Outputs:
+        if self.draining:
+            raise unavailable("the router is leaving")
+        request = await self._check(draft)
+        run = RequestRun(request, self._fleet, self._tokenizer, self._metrics, self._local_prefill_tokens)
+        async with aclosing(run.outputs()) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _check(self, draft: RequestDraft) -> GenerationRequest:
+        if draft.model not in ("", self.card.name):
+            raise RequestError(
+                ErrorCode.NOT_FOUND, f"model: {draft.model!r} is not served here", field="model"
+            )
+        stop = check_stop(draft.stop)
+        match draft.prompt:
+            case TokenPrompt(token_ids):
+                field = "prompt"
+            case TextPrompt(text):
+                field, token_ids = "prompt", await self._tokenizer.encode_text(text)
+            case ChatPrompt(messages):
+                field, token_ids = "messages", await self._tokenizer.encode_chat(messages)
+        limits = self.limits
+        prompt = check_prompt(field, token_ids, limits)
+        return GenerationRequest(
+            request_id=draft.request_id,
+            prompt=prompt,
+            sampling=check_sampling(draft.sampling, len(prompt), limits),
+            stop=stop,
+            arrival_s=draft.arrival_s,
+            arrival_unix_s=draft.arrival_unix_s,
+        )
+
+    def _begin(self) -> None:
+        self._num_running += 1
+        self._idle.clear()
+        self._metrics.running.set(self._num_running)
+
+    def _finish(self, code: str) -> None:
+        self._num_running -= 1
+        self._metrics.running.set(self._num_running)
+        if self._num_running == 0:
+            self._idle.set()
+        if code:
+            self._metrics.failed(code)
+
+    def _log_end(self, draft: RequestDraft, end: End) -> None:
+        latency_s = time.monotonic() - draft.arrival_s
+        self._metrics.ended(end, latency_s)
+        logger.info(
+            "%s: %s after %d + %d tokens in %.3f s, prefilled by %s, decoded by %s",
+            draft.request_id,
+            end.finish_reason.value,
+            end.usage.prompt_tokens,
+            end.usage.completion_tokens,
+            latency_s,
+            end.served_by.prefill_worker,
+            end.served_by.decode_worker or "nobody",
+        )

@@ -1,0 +1,158 @@
+"""The gRPC door: baton.v1.Inference."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from grpc.aio import ServicerContext
+from grpc_status import rpc_status
+
+from protos import inference_pb2, inference_pb2_grpc
+from router.chat_template import ChatMessage
+from router.completion import End, FinishReason, Piece
+from router.errors import ErrorCode, RequestError, grpc_code, invalid
+from router.errors import rpc_status as error_status
+from router.generation_request import (
+    ChatPrompt,
+    Prompt,
+    RequestDraft,
+    SamplingDraft,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.generation_service import GenerationService
+
+MAX_REQUEST_ID_CHARS = 128
+
+_FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_FIELD_PATHS = {"messages": "chat.messages", "prompt": "prompt", "stop": "stop", "model": "model"}
+
+
+class GrpcDoor(inference_pb2_grpc.InferenceServicer):
+    """Answers `Generate` and `ListModels`."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def Generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: ServicerContext,
+    ) -> None:
+        arrival_s, arrival_unix_s = time.monotonic(), time.time()
+        request_id = request.request_id[:MAX_REQUEST_ID_CHARS] or f"req-{uuid.uuid4().hex}"
+        try:
+            async with _deadline(context):
+                draft = _draft(request, request_id, arrival_s, arrival_unix_s)
+                async with aclosing(self._service.generate(draft)) as outputs:
+                    async for output in outputs:
+                        await context.write(_response(request_id, output))
+        except RequestError as error:
+            await _abort(context, error, request_id)
+
+    async def ListModels(
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: ServicerContext,
+    ) -> inference_pb2.ListModelsResponse:
+        card, limits = self._service.card, self._service.limits
+        model = inference_pb2.Model(id=card.name, max_model_len=limits.max_model_len or 0)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+
+@asynccontextmanager
+async def _deadline(context: ServicerContext) -> AsyncIterator[None]:
+    """Ends what is inside when the client's time is up."""
+    try:
+        async with asyncio.timeout(context.time_remaining()):
+            yield
+    except TimeoutError as error:
+        raise RequestError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed") from error
+
+
+async def _abort(context: ServicerContext, error: RequestError, request_id: str) -> None:
+    path = None if error.field is None else _FIELD_PATHS.get(error.field, f"sampling.{error.field}")
+    status = rpc_status.to_status(error_status(error, request_id, path))
+    await context.abort(grpc_code(error), status.details, status.trailing_metadata)
+
+
+def _draft(
+    request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, arrival_unix_s: float
+) -> RequestDraft:
+    return RequestDraft(
+        request_id=request_id,
+        model=request.model,
+        prompt=_prompt(request),
+        sampling=_sampling(request.sampling),
+        stop=tuple(request.stop),
+        arrival_s=arrival_s,
+        arrival_unix_s=arrival_unix_s,
+    )
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "token_ids":
+            return TokenPrompt(tuple(request.token_ids.ids))
+        case "chat":
+            messages = request.chat.messages
+            if not messages:
+                raise invalid("messages", "must have at least one message")
+            return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+        case _:
+            raise invalid("prompt", "must be set: text, token_ids or chat")
+
+
+def _sampling(params: inference_pb2.SamplingParams) -> SamplingDraft:
+    def given(field: str) -> bool:
+        return params.HasField(field)
+
+    return SamplingDraft(
+        temperature=params.temperature if given("temperature") else None,
+        top_k=params.top_k if given("top_k") else None,
+        top_p=params.top_p if given("top_p") else None,
+        min_p=params.min_p if given("min_p") else None,
+        seed=params.seed if given("seed") else None,
+        max_tokens=params.max_tokens if given("max_tokens") else None,
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _response(request_id: str, output: Piece | End) -> inference_pb2.GenerateResponse:
+    if isinstance(output, Piece):
+        return inference_pb2.GenerateResponse(
+            request_id=request_id, index=output.index, token_ids=output.token_ids, text=output.text
+        )
+    times, served_by = output.stage_times, output.served_by
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=output.usage.completion_tokens,
+        text=output.text,
+        finish_reason=_FINISH_REASONS[output.finish_reason],
+        usage=inference_pb2.Usage(
+            prompt_tokens=output.usage.prompt_tokens,
+            completion_tokens=output.usage.completion_tokens,
+        ),
+        stage_times=inference_pb2.StageTimes(
+            door_s=times.door_s,
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+            transfer_s=times.transfer_s,
+            decode_wait_s=times.decode_wait_s,
+            decode_s=times.decode_s,
+        ),
+        served_by=inference_pb2.ServedBy(
+            prefill_worker=served_by.prefill_worker,
+            decode_worker=served_by.decode_worker,
+            kv_bytes=served_by.kv_bytes,
+        ),
+    )

@@ -1,0 +1,155 @@
+"""Text to token ids and back, as the model's folder says."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tokenizers
+from tokenizers import processors
+
+from router.chat_template import ChatMessage, ChatTemplate, load_chat_template
+from router.errors import invalid
+
+# Longer texts are tokenized in a thread: below it a token stream waits less than a millisecond for it.
+INLINE_CHARS = 2048
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of one model."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        flagged = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        named = {id_ for token in special_tokens.values() if (id_ := backend.token_to_id(token)) is not None}
+        self.special_ids: frozenset[int] = frozenset(flagged | named)
+        # Such decoders judge a run of byte tokens as a whole: see Detokenizer.
+        self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+
+        Raises:
+            ValueError: the folder has no tokenizer.json, or a file is damaged.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises nothing narrower
+            raise ValueError(f"{path} is damaged: {error}") from error
+        backend.no_padding()
+        backend.no_truncation()
+        config = read_json_object(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens({**read_json_object(folder / "special_tokens_map.json"), **config})
+        _apply_bos_and_eos(backend, config, special_tokens)
+        return cls(backend, special_tokens, load_chat_template(folder, config, special_tokens))
+
+    async def encode_text(self, text: str) -> tuple[int, ...]:
+        """The ids of a raw prompt, with the special tokens that the tokenizer adds around it."""
+        return await self._encode(text, add_special_tokens=True)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """The ids of a conversation. The template writes every special token itself, BOS included.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, there is no template or it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise invalid("messages", "the model has no chat template; send a prompt instead")
+        length = sum(len(message.content) for message in messages)
+        if length <= INLINE_CHARS:
+            text = self._chat_template.render(messages)
+        else:
+            loop = asyncio.get_running_loop()
+            text = await loop.run_in_executor(self._threads, self._chat_template.render, messages)
+        return await self._encode(text, add_special_tokens=False)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            # `encode` would hold the interpreter's lock for as long as it runs; `encode_batch` does not.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return tuple(encoding.ids)
+
+        if len(text) <= INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of generated tokens: special tokens are left out."""
+        kept = [id_ for id_ in token_ids if id_ not in self.special_ids]
+        return self._backend.decode(kept, skip_special_tokens=False)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object in a file, {} when there is no such file.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """Name to token, from values that are a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        match config.get(name):
+            case str() as token:
+                found[name] = token
+            case {"content": str() as token}:
+                found[name] = token
+    return found
+
+
+def _apply_bos_and_eos(
+    backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> None:
+    """Where tokenizer_config.json says `add_bos_token` or `add_eos_token`, that holds and not
+    tokenizer.json's own post-processor: transformers reads a folder the same way.
+    """
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    around = {
+        name: special_tokens[f"{name}_token"]
+        for name in ("bos", "eos")
+        if config.get(f"add_{name}_token") and f"{name}_token" in special_tokens
+    }
+    single = [around["bos"]] if "bos" in around else []
+    single += ["$A"] + ([around["eos"]] if "eos" in around else [])
+    backend.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair=None,
+        special_tokens=[(token, backend.token_to_id(token)) for token in around.values()],
+    )
+
+
+def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Ids of `<0x00>` to `<0xFF>` where the tokenizer's decoder turns them into bytes."""
+    if '"ByteFallback"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+        return frozenset()
+    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(id_ for id_ in ids if id_ is not None)

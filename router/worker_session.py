@@ -1,0 +1,247 @@
+"""One session with one worker: a `Worker.Connect` stream from its Hello to its end."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from router.cluster_view import Role, WorkerSnapshot
+
+logger = logging.getLogger(__name__)
+
+# Version N talks to N - 1 and N + 1.
+PROTOCOL_VERSION = 1
+# Messages that wait for a worker to read them: beyond it the worker counts as lost.
+OUTBOX_MESSAGES = 4096
+
+_CHANNEL_OPTIONS = [
+    # A new connection for every session, whatever became of the last one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The session ended with the attempt still in it."""
+
+    reason: str
+
+
+LegEvent = (
+    worker_pb2.SequenceTokens
+    | worker_pb2.Admitted
+    | worker_pb2.Prefilled
+    | worker_pb2.Finished
+    | worker_pb2.Dropped
+    | SessionLost
+)
+LegListener = Callable[[LegEvent], None]
+
+
+class WorkerRefused(Exception):
+    """The worker serves another model or speaks another protocol."""
+
+
+@dataclass(slots=True)
+class _SentSinceReport:
+    """What this router has submitted that the worker's last report cannot know of."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    blocks: int = 0
+
+
+class WorkerSession:
+    """Submits attempts to a worker and passes on what it says of them.
+
+    Everything that the worker says is dispatched at once, in order: the reader never waits for anybody.
+    """
+
+    def __init__(self, address: str, model: str, stall_limit_s: float) -> None:
+        """
+        Args:
+            model: that the worker must serve.
+            stall_limit_s: a worker silent for longer loses the session.
+        """
+        self.id = secrets.token_hex(16)
+        self.address = address
+        self.description: worker_pb2.WorkerDescription | None = None
+        self.load: worker_pb2.LoadReport | None = None
+        self.heard_s: float | None = None
+        self._model = model
+        self._stall_limit_s = stall_limit_s
+        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._listeners: dict[int, LegListener] = {}
+        self._sent = _SentSinceReport()
+        self._silence: asyncio.Timeout | None = None
+        self._end_reason: str | None = None
+        self._retiring = False
+
+    @property
+    def in_flight(self) -> int:
+        """Attempts that the worker has not ended."""
+        return len(self._listeners)
+
+    async def run(self, on_change: Callable[[], None]) -> str:
+        """Holds the session until it ends. Then every attempt that is left has heard `SessionLost`.
+
+        Args:
+            on_change: called after the description and after every load report.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            WorkerRefused: the description does not fit.
+        """
+        reason = "the router ended the session"
+        try:
+            reason = await self._read_until_end(on_change)
+        except WorkerRefused as error:
+            reason = str(error)
+            raise
+        finally:
+            self._end_reason = reason
+            listeners, self._listeners = self._listeners, {}
+            for listener in listeners.values():
+                listener(SessionLost(reason))
+        return reason
+
+    async def _read_until_end(self, on_change: Callable[[], None]) -> str:
+        loop = asyncio.get_running_loop()
+        try:
+            async with (
+                grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel,
+                asyncio.timeout(self._stall_limit_s) as self._silence,
+            ):
+                call = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
+                async for message in call:
+                    if self._end_reason is not None:
+                        break
+                    self.heard_s = loop.time()
+                    self._silence.reschedule(self.heard_s + self._stall_limit_s)
+                    self._hear(message, on_change)
+        except TimeoutError:
+            return self._end_reason or f"silent for more than {self._stall_limit_s:g} s"
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        finally:
+            self._silence = None
+        return self._end_reason or "the worker closed the session"
+
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.RouterMessage]:
+        hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, session=self.id)
+        yield worker_pb2.RouterMessage(hello=hello)
+        while True:
+            yield await self._outbox.get()
+
+    def _hear(self, message: worker_pb2.WorkerMessage, on_change: Callable[[], None]) -> None:
+        match message.WhichOneof("message"):
+            case "step":
+                self._dispatch(message.step)
+            case "load":
+                self.load = message.load
+                self._sent = _SentSinceReport()
+                on_change()
+            case "description":
+                self._accept(message.description)
+                on_change()
+
+    def _accept(self, description: worker_pb2.WorkerDescription) -> None:
+        if abs(description.protocol_version - PROTOCOL_VERSION) > 1:
+            raise WorkerRefused(
+                f"{description.worker_id} speaks protocol {description.protocol_version}, "
+                f"this router {PROTOCOL_VERSION}"
+            )
+        if description.model != self._model:
+            raise WorkerRefused(
+                f"{description.worker_id} serves {description.model!r}, this router {self._model!r}"
+            )
+        self.description = description
+
+    def _dispatch(self, step: worker_pb2.StepEvent) -> None:
+        # Tokens before the event that ends their attempt.
+        for events in (step.tokens, step.admitted, step.prefilled, step.finished, step.dropped):
+            for event in events:
+                listener = self._listeners.get(event.attempt.number)
+                if listener is not None:
+                    listener(event)
+
+    def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
+        """Queues a submission; `listener` hears all of the attempt until `release` or `cancel`.
+
+        Numbers must grow from call to call: draw and submit without an await in between.
+        """
+        self._listeners[submit.attempt.number] = listener
+        self._sent.sequences += 1
+        if submit.WhichOneof("leg") != "decode":
+            self._sent.prompt_tokens += len(submit.prompt_token_ids) + len(submit.generated_token_ids)
+        if submit.WhichOneof("leg") != "prefill" and self.description is not None:
+            tokens = len(submit.prompt_token_ids) + submit.sampling.max_tokens
+            self._sent.blocks += -(-tokens // max(1, self.description.layout.block_size))
+        self._send(worker_pb2.RouterMessage(submit=submit))
+
+    def cancel(self, attempt: worker_pb2.Attempt) -> None:
+        """Ends an attempt on the worker. Nothing more is heard of it."""
+        if self._listeners.pop(attempt.number, None) is not None:
+            self._send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(attempt=attempt)))
+            self._end_if_retired()
+
+    def release(self, number: int) -> None:
+        """The worker has ended the attempt: nothing more is heard of it."""
+        if self._listeners.pop(number, None) is not None:
+            self._end_if_retired()
+
+    def retire(self) -> None:
+        """Ends the session as soon as no attempt is left in it."""
+        self._retiring = True
+        self._end_if_retired()
+
+    def unretire(self) -> None:
+        self._retiring = False
+
+    def _end_if_retired(self) -> None:
+        if self._retiring and not self._listeners:
+            self._end("the worker has left the directory")
+
+    def _send(self, message: worker_pb2.RouterMessage) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._end("the worker does not read")
+
+    def _end(self, reason: str) -> None:
+        if self._end_reason is None and self._silence is not None:
+            self._end_reason = reason
+            self._silence.reschedule(asyncio.get_running_loop().time())
+
+    def snapshot(self) -> WorkerSnapshot | None:
+        """The worker as placement sees it. None: it has not said yet who it is and how busy."""
+        description, load = self.description, self.load
+        if description is None or load is None or self._end_reason is not None:
+            return None
+        layout = description.layout
+        return WorkerSnapshot(
+            address=self.address,
+            worker_id=description.worker_id,
+            epoch=description.epoch,
+            session=self.id,
+            role=role_of(description),
+            pairing=f"{layout.model_fingerprint}/{layout.dtype}/{layout.block_size}",
+            block_size=layout.block_size,
+            capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),
+            free_blocks=load.free_blocks - self._sent.blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + self._sent.sequences,
+            waiting_prompt_tokens=load.waiting_prompt_tokens + self._sent.prompt_tokens,
+            draining=load.draining or self._retiring,
+        )
+
+
+def role_of(description: worker_pb2.WorkerDescription) -> Role:
+    return Role.PREFILL if description.role == worker_pb2.ROLE_PREFILL else Role.DECODE
