@@ -85,10 +85,11 @@ def _run_converter(gguf: Path, folder: Path, name: str, lock: int) -> None:
     """Converts in a process of its own: the asking one never loads torch."""
     console = Console(stderr=True)
     command = [sys.executable, "-m", "model_store.gguf_conversion", str(gguf), str(folder)]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # all is in the file: a look at the hub only waits
     with (
         tempfile.TemporaryFile("w+") as complaints,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=complaints, text=True, pass_fds=(lock,)
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=offline, pass_fds=(lock,)
         ) as process,
         console.status(f"{name}: converting the model, once"),
     ):

@@ -5,9 +5,13 @@ tokenizer_config.json with the chat template. One line on stdout for each step. 
 out goes with a new CONVERTER_VERSION (model_store.conversion_cache).
 """
 
-import os
 import sys
 from pathlib import Path
+
+import torch
+from gguf import GGUFReader
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -24,9 +28,6 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def _convert_model(gguf: Path, folder: Path) -> int:
     """Returns the longest sequence the model was made for, in tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -39,8 +40,6 @@ def _convert_model(gguf: Path, folder: Path) -> int:
 
 
 def _convert_tokenizer(gguf: Path, folder: Path, max_length: int) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = max_length
     if _pre_tokenizer_name(gguf) == "smollm":
@@ -49,19 +48,15 @@ def _convert_tokenizer(gguf: Path, folder: Path, max_length: int) -> None:
 
 
 def _pre_tokenizer_name(gguf: Path) -> str | None:
-    from gguf import GGUFReader
-
     field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
     return None if field is None else field.contents()
 
 
-def _split_single_digits(tokenizer) -> None:
+def _split_single_digits(tokenizer: Tokenizer) -> None:
     """What llama.cpp calls `smollm`: each digit a token of its own, then GPT-2's split.
 
     transformers 5.24 leaves out the first half, and then cuts spaces before a digit differently.
     """
-    from tokenizers import pre_tokenizers
-
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -75,5 +70,4 @@ def _say(step: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is missing: a look at the hub would only wait for it
     convert(Path(sys.argv[1]), Path(sys.argv[2]))
