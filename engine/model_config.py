@@ -179,7 +179,7 @@ def _check_supported(folder: Path, config: PreTrainedConfig, head_dim: int, max_
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
-    """With YaRN `max_position_embeddings` may still be the unscaled model's; the product is what it is for."""
+    """With YaRN `max_position_embeddings` may be the unscaled model's; the product is what it is for."""
     limit = config.max_position_embeddings
     parameters = config.rope_parameters
     original = parameters.get("original_max_position_embeddings")
