@@ -27,7 +27,8 @@ class EngineLimits(NamedTuple):
     max_running: int
 
 
-class SampledToken(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampledToken:
     """`index`: its place among the sequence's generated tokens."""
 
     sequence_id: SequenceId

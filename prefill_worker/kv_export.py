@@ -48,4 +48,4 @@ def packed_bytes(key: Tensor, value: Tensor) -> memoryview:
     packed = torch.empty(key.numel() + value.numel(), dtype=key.dtype)
     packed[: key.numel()].view(key.shape).copy_(key)
     packed[key.numel() :].view(value.shape).copy_(value)
-    return memoryview(packed.view(torch.uint8).numpy())
+    return packed.view(torch.uint8).numpy().data

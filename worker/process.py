@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 from pydantic import Field, ValidationError, field_validator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class WorkerOptions(BaseSettings, WorkerConfig):
+class WorkerOptions(BaseSettings, WorkerConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The configuration as command-line options, and from nowhere else."""
 
     model_config = SettingsConfigDict(
@@ -57,7 +57,12 @@ class WorkerOptions(BaseSettings, WorkerConfig):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
 
@@ -84,9 +89,12 @@ def main(program: str, description: str, worker_class: Callable[[], type["Worker
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    served = worker_class()
+    from engine.model_config import ModelError
+
     try:
-        failed = uvloop.run(_serve(worker_class(), options))
-    except (OSError, ValueError) as error:
+        failed = uvloop.run(_serve(served, options))
+    except (OSError, ModelError) as error:
         sys.exit(f"{program}: {error}")
     sys.exit(1 if failed else 0)
 

@@ -120,7 +120,8 @@ def test_changed_kv_changes_the_text(tiny_model):
     prefill.engine.submit(request("a", prompt_of(20), 12, run_until=RunUntil.FIRST_TOKEN))
     decode.engine.submit(request("a", prompt_of(20), 12, kv_source=KVSource.HANDOFF))
     prefill.to_end()
-    wire.pieces[0][4].neg_()
+    name, layer, token_start, key, value = wire.pieces[0]
+    wire.pieces[0] = (name, layer, token_start, key, -value)
     hand_off(wire, prefill, decode, "a")
     alone = Run(tiny_engine(tiny_model))
     alone.engine.submit(request("a", prompt_of(20), 12))
