@@ -1,0 +1,159 @@
+"""Hand-offs over real gRPC on loopback."""
+
+import asyncio
+
+import pytest
+
+from kv_transfer.frame import decode, reseal
+from kv_transfer.messages import Accepted, CloseReason, Drop, DropCause
+from kv_transfer.outbound import HandoffEnded
+from kv_transfer.peers import PeerPool
+from kv_transfer.sender import Closed
+from tests.transfer.conftest import SESSION, Receiver, Wire
+from tests.transfer.prompts import Prompt, make_layout
+from tests.transfer.proxy import Proxy
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 40])
+async def test_the_kv_arrives_as_it_was(wire: Wire, chunk_tokens: int) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    await outbound.open()
+    wire.offer_all(outbound, chunk_tokens)
+    outbound.commit(7)
+    assert await outbound.outcome == Accepted(wire.prompt.kv_bytes)
+    await outbound.released
+    assert sink.outcomes == [(7, wire.prompt.kv_bytes)]
+    assert wire.prompt.equals(sink.kv)
+
+
+async def test_layers_of_megabytes_arrive_split_by_tokens() -> None:
+    prompt = Prompt.random(make_layout(num_layers=2, num_heads=4, head_dim=64), 1500)
+    receiver = await Receiver.start(prompt.layout)
+    peers = PeerPool(prompt.layout, "prefill-1", epoch=5)
+    wire = Wire(prompt, receiver, peers, receiver.address)
+    sink, outbound = await wire.submit(), wire.outbound()
+    await outbound.open()
+    wire.offer_all(outbound, 1500)
+    outbound.commit(7)
+    await outbound.outcome
+    assert prompt.equals(sink.kv)
+    await peers.close()
+    await receiver.stop()
+
+
+async def test_sixteen_at_once_arrive(wire: Wire) -> None:
+    sinks = [await wire.submit(number) for number in range(1, 17)]
+    outcomes = await asyncio.gather(*(wire.hand_off(number) for number in range(1, 17)))
+    assert outcomes == [Accepted(wire.prompt.kv_bytes)] * 16
+    assert all(wire.prompt.equals(sink.kv) for sink in sinks)
+    assert [sink.outcomes for sink in sinks] == [[(n, wire.prompt.kv_bytes)] for n in range(1, 17)]
+
+
+async def test_the_first_layer_arrives_while_the_sender_still_computes(wire: Wire) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    await outbound.open()
+    for piece in wire.prompt.pieces(16):
+        if piece.token_start == 0:
+            outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+    await sink.layer_0_came.wait()
+    assert not sink.outcomes
+    outbound.cancel()
+    await sink.ended
+
+
+async def test_a_push_before_its_submit_waits_for_it(wire: Wire) -> None:
+    """Conformance 3."""
+    outbound = wire.outbound()
+    opening = asyncio.create_task(outbound.open())
+    await wire.receiver.door.waiting.wait()
+    sink = await wire.submit()
+    await opening
+    wire.offer_all(outbound)
+    outbound.commit(7)
+    assert await outbound.outcome == Accepted(wire.prompt.kv_bytes)
+    assert wire.prompt.equals(sink.kv)
+
+
+async def test_a_push_that_waits_for_a_submit_ends_with_its_session(wire: Wire) -> None:
+    """Conformance 3."""
+    opening = asyncio.create_task(wire.outbound().open())
+    await wire.receiver.door.waiting.wait()
+    await wire.receiver.door.disconnect(SESSION)
+    with pytest.raises(HandoffEnded, match="NOT_FOUND"):
+        await opening
+
+
+async def test_the_grant_waits_for_blocks(wire: Wire) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    sink.reserve_gate.clear()
+    opening = asyncio.create_task(outbound.open())
+    await sink.asked.wait()
+    assert not opening.done()
+    sink.reserve_gate.set()
+    await opening
+    outbound.cancel()
+    await sink.ended
+
+
+async def test_a_hand_off_that_ends_at_its_first_token_says_so(wire: Wire) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    await outbound.open()
+    wire.offer_all(outbound)
+    outbound.close(CloseReason.ENDED_AT_FIRST_TOKEN)
+    assert await outbound.outcome == Closed(CloseReason.ENDED_AT_FIRST_TOKEN)
+    assert await sink.ended == sink.outcomes[0]
+    assert [drop.cause for drop in sink.outcomes if isinstance(drop, Drop)] == [
+        DropCause.ENDED_AT_FIRST_TOKEN
+    ]
+    await outbound.released
+
+
+async def test_an_altered_and_resealed_frame_is_believed(wire: Wire, proxy: Proxy) -> None:
+    """What comes over the wire is what the receiver's pages hold: no other way leads there."""
+
+    def alter(sealed: bytes) -> bytes:
+        if decode(sealed).number != 0:
+            return sealed
+        return reseal(sealed[:-1] + bytes([sealed[-1] ^ 1]))
+
+    proxy.alter["Frames"] = alter
+    sink = await wire.submit()
+    assert await wire.hand_off() == Accepted(wire.prompt.kv_bytes)
+    assert not wire.prompt.equals(sink.kv)
+
+
+async def test_a_receiver_comes_back_on_its_address_under_another_epoch(
+    prompt: Prompt, peers: PeerPool
+) -> None:
+    """Conformance 15: one pool serves both lives, and the old epoch is refused."""
+    first = await Receiver.start(prompt.layout, epoch=1)
+    wire = Wire(prompt, first, peers, first.address)
+    await wire.submit()
+    assert isinstance(await wire.hand_off(epoch=1), Accepted)
+    await first.stop()
+
+    second = await Receiver.start(prompt.layout, epoch=2, port=first.port)
+    wire = Wire(prompt, second, peers, second.address)
+    await wire.submit()
+    assert isinstance(await wire.hand_off(epoch=2), Accepted)
+    with pytest.raises(HandoffEnded, match="epoch"):
+        await wire.hand_off(epoch=1)
+    await second.stop()
+
+
+async def test_a_connection_that_broke_is_rebuilt(prompt: Prompt, peers: PeerPool) -> None:
+    """Conformance 17: a hand-off finds its connection dead; the next one works."""
+    receiver = await Receiver.start(prompt.layout)
+    outbound = Wire(prompt, receiver, peers, receiver.address).outbound()
+    opening = asyncio.create_task(outbound.open())
+    await receiver.door.waiting.wait()
+    await receiver.stop()
+    with pytest.raises(HandoffEnded):
+        await opening
+    await outbound.released
+
+    again = await Receiver.start(prompt.layout, port=receiver.port)
+    wire = Wire(prompt, again, peers, again.address)
+    await wire.submit()
+    assert isinstance(await wire.hand_off(), Accepted)
+    await again.stop()
