@@ -4,6 +4,7 @@ Ray starts, places, watches, replaces and counts the replicas. What clients send
 hand over never passes through it.
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from math import ceil
@@ -100,12 +101,18 @@ class RouterReplica:
         config = config.model_copy(update={"model_path": model_store.resolve(str(config.model_path))})
         self._drain_limit_s = config.drain_limit_s
         self._server: RouterServer = await RouterServer.start(config, RayWorkerDirectory(APPLICATION))
+        self._failed = asyncio.create_task(self._server.failed())
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {
             "grpc_address": _reachable(self._server.grpc_address),
             "http_address": _reachable(self._server.http_address),
         }
+
+    def check_health(self) -> None:
+        """Raises what ended the router."""
+        if self._failed.done():
+            self._failed.result()
 
     async def __del__(self) -> None:
         await self._server.drain(self._drain_limit_s)
@@ -131,10 +138,10 @@ def _worker_config(plan: WorkerPlan, claim: CoreClaim | None) -> WorkerConfig:
 def _server_class(pool: Pool) -> "type[WorkerServer]":
     """Imports torch, which reads the environment once: only after `configure_threads`."""
     if pool == "prefill":
-        from prefill_worker import PrefillWorker
+        from prefill_worker.server import PrefillWorker
 
         return PrefillWorker
-    from decode_worker import DecodeWorker
+    from decode_worker.server import DecodeWorker
 
     return DecodeWorker
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+_KILL_S = 2.0
+
 
 @dataclass(slots=True, frozen=True)
 class ProcessSession:
@@ -51,10 +53,10 @@ class ProcessSession:
         _wait(members, grace_s)
         members = self.members()
         _signal(members, signal.SIGTERM)
-        _wait(members, 2.0)
+        _wait(members, min(grace_s, _KILL_S))
         while members := self.members():
             _signal(members, signal.SIGKILL)
-            _wait(members, 2.0)
+            _wait(members, _KILL_S)
 
 
 @dataclass(slots=True, frozen=True)

@@ -72,9 +72,13 @@ def _application_status(state: ClusterState) -> ApplicationStatus | None:
 
 
 def _check_failure(status: ApplicationStatus) -> None:
-    if status.status == "DEPLOY_FAILED":
-        causes = [each.message for each in status.deployments.values() if each.failed and each.message]
-        raise ClusterError("\n".join(causes) or status.message)
+    if status.status != "DEPLOY_FAILED":
+        return
+    for name, deployment in status.deployments.items():
+        if deployment.failed:
+            cause = deployment.message.strip().splitlines()[-1:]
+            raise ClusterError("\n".join([f"{name} does not start: {''.join(cause)}", deployment.message]))
+    raise ClusterError(status.message)
 
 
 def _ready(state: ClusterState, status: ApplicationStatus) -> ReadyCluster | None:

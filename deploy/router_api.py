@@ -27,6 +27,6 @@ class RouterApi:
         try:
             response = httpx.get(self._url, timeout=_TIMEOUT_S, trust_env=False)
             response.raise_for_status()
-            return [WorkerStatus(**entry) for entry in response.json()["workers"]]
+            return [WorkerStatus(**entry) for entry in response.json()]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise RouterApiError(f"{self._url}: {error!r}") from error

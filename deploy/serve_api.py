@@ -27,6 +27,8 @@ class DeploymentStatus:
     stopping: int
     message: str
     failed: bool
+    # Process ids of those that run, on their nodes.
+    pids: tuple[int, ...]
 
     @property
     def settled(self) -> bool:
@@ -101,4 +103,5 @@ def _parse_deployment(details: dict) -> DeploymentStatus:
         stopping=stopping,
         message=details["message"],
         failed=details["status"] == "DEPLOY_FAILED",
+        pids=tuple(each["pid"] for each in details["replicas"] if each["state"] == "RUNNING"),
     )

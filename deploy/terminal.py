@@ -51,20 +51,18 @@ def pools_table(status: ApplicationStatus) -> Table:
 
 def workers_table(workers: list[WorkerStatus]) -> Table:
     table = Table(title="Workers")
-    for heading in ("worker", "role", "address", "state"):
-        table.add_column(heading)
-    for heading in ("running", "waiting", "KV in use", "step", "prefill", "KV sent", "KV received"):
+    for heading in ("worker", "state"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "worker")
+    for heading in ("running", "waiting", "KV use", "step", "prefill", "KV out", "KV in"):
         table.add_column(heading, justify="right")
     for worker in sorted(workers, key=lambda worker: (worker.role != "prefill", worker.worker_id or "")):
         state = "draining" if worker.draining else worker.state
         table.add_row(
-            worker.worker_id or "-",
-            worker.role or "-",
-            worker.address,
-            f"{state} ({worker.reason})" if worker.reason else state,
-            str(worker.num_running if worker.num_running is not None else "-"),
-            str(worker.num_waiting if worker.num_waiting is not None else "-"),
-            kv_use(worker),
+            worker.worker_id or f"{worker.role} {worker.address}",
+            f"{state}: {worker.reason}" if worker.reason else state,
+            _count(worker.num_running),
+            _count(worker.num_waiting),
+            _kv_use(worker),
             f"{worker.step_s * 1e3:.1f} ms" if worker.step_s else "-",
             f"{worker.prefill_tokens_per_s:.0f} tok/s" if worker.prefill_tokens_per_s else "-",
             megabytes(worker.kv_bytes_sent or 0),
@@ -73,11 +71,14 @@ def workers_table(workers: list[WorkerStatus]) -> Table:
     return table
 
 
-def kv_use(worker: WorkerStatus) -> str:
+def _count(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _kv_use(worker: WorkerStatus) -> str:
     if not worker.num_blocks or worker.free_blocks is None:
         return "-"
-    used = worker.num_blocks - worker.free_blocks
-    return f"{used / worker.num_blocks:.0%} of {worker.num_blocks} blocks"
+    return f"{1 - worker.free_blocks / worker.num_blocks:.1%}"
 
 
 def megabytes(size_bytes: int) -> str:

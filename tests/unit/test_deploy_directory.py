@@ -35,7 +35,7 @@ def test_replicas_are_counted_by_state() -> None:
                 "status": "UPSCALING",
                 "message": "m",
                 "target_num_replicas": 3,
-                "replicas": [{"state": state} for state in states],
+                "replicas": [{"state": state, "pid": pid} for pid, state in enumerate(states)],
             }
         },
     }
@@ -43,6 +43,7 @@ def test_replicas_are_counted_by_state() -> None:
     assert application is not None
     pool = application.deployments["decode"]
     assert (pool.target, pool.running, pool.starting, pool.stopping) == (3, 2, 2, 1)
+    assert pool.pids == (0, 1)
     assert not pool.settled
 
 
