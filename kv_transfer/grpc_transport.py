@@ -54,6 +54,11 @@ _CAUSE_OF_CODE = {
     grpc.StatusCode.FAILED_PRECONDITION: DropCause.INCOMPATIBLE,
 }
 
+# A write into a call that has ended gives INTERNAL when the end's own status has not been read yet.
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+# How long after a stream of frames the control stream may end, to tell why.
+_CAUSE_LIMIT_S = 1.0
+
 PushContext = grpc.aio.ServicerContext[kv_pb2.PushMessage, kv_pb2.PushReply]
 FramesContext = grpc.aio.ServicerContext[bytes, bytes]
 FramesMetadata = tuple[tuple[str, str | bytes], ...]
@@ -73,7 +78,7 @@ def bulk_channel(address: str) -> grpc.aio.Channel:
 
 def link_broken(code: grpc.StatusCode, detail: str | None) -> LinkBroken:
     """What a status that ended a call means."""
-    kind = PeerLost if code is grpc.StatusCode.UNAVAILABLE else LinkBroken
+    kind = PeerLost if code in _LOST else LinkBroken
     return kind(_CAUSE_OF_CODE.get(code, DropCause.PUSH_BROKEN), f"{code.name}: {detail or 'no detail'}")
 
 
@@ -134,7 +139,7 @@ class GrpcSenderLink:
         try:
             await self._frames.write(encode(frame))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._raise_end(self._frames)
+            await self._raise_end_of_frames()
 
     async def finish_frames(self) -> None:
         if self._frames is not None:
@@ -144,6 +149,15 @@ class GrpcSenderLink:
         self._push.cancel()
         if self._frames is not None:
             self._frames.cancel()
+
+    async def _raise_end_of_frames(self) -> NoReturn:
+        """The receiver ends both streams for one cause, which the control stream tells more surely."""
+        ended = asyncio.ensure_future(self._push.code())
+        done, _ = await asyncio.wait({ended}, timeout=_CAUSE_LIMIT_S)
+        if done:
+            await self._raise_end(self._push)
+        ended.cancel()
+        raise LinkBroken(DropCause.PUSH_BROKEN, "the stream of frames broke")
 
     async def _raise_end(self, call: grpc.aio.Call) -> NoReturn:
         raise link_broken(await call.code(), await call.details())

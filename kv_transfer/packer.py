@@ -1,6 +1,7 @@
 """Cuts the K and V that a prefill yields into frames of a good size."""
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from engine.kv_layout import KVLayout
 from kv_transfer.frame import HEADER_BYTES, Frame
@@ -34,7 +35,7 @@ class KVPiece:
 
 
 class FramePacker:
-    """Joins small layers of the same tokens, splits large ones by tokens, and numbers the frames.
+    """Joins small layers of the same tokens, splits large ones evenly by tokens, and numbers the frames.
 
     A piece waits at most until the last layer of its tokens: nothing of a chunk waits for the next chunk.
 
@@ -94,7 +95,8 @@ class FramePacker:
         )
 
     def _split(self, piece: KVPiece) -> list[Frame]:
-        step = self._payload_limit // self._token_bytes[piece.layer]
+        most = self._payload_limit // self._token_bytes[piece.layer]
+        step = ceil(piece.token_count / ceil(piece.token_count / most))
         return [
             self._number(
                 piece.layer,
