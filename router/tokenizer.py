@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tokenizers
-from tokenizers import processors
 
 from router.chat_template import ChatMessage, ChatTemplate, load_chat_template
 from router.errors import invalid
@@ -54,11 +53,14 @@ class Tokenizer:
         backend.no_truncation()
         config = read_json_object(folder / "tokenizer_config.json")
         special_tokens = _special_tokens({**read_json_object(folder / "special_tokens_map.json"), **config})
-        _apply_bos_and_eos(backend, config, special_tokens)
         return cls(backend, special_tokens, load_chat_template(folder, config, special_tokens))
 
     async def encode_text(self, text: str) -> tuple[int, ...]:
-        """The ids of a raw prompt, with the special tokens that the tokenizer adds around it."""
+        """The ids of a raw prompt, with the special tokens that tokenizer.json adds around it.
+
+        `add_bos_token` in tokenizer_config.json does not count where there is a tokenizer.json:
+        transformers reads a folder the same way.
+        """
         return await self._encode(text, add_special_tokens=True)
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
@@ -123,28 +125,6 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
             case {"content": str() as token}:
                 found[name] = token
     return found
-
-
-def _apply_bos_and_eos(
-    backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
-) -> None:
-    """Where tokenizer_config.json says `add_bos_token` or `add_eos_token`, that holds and not
-    tokenizer.json's own post-processor: transformers reads a folder the same way.
-    """
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around = {
-        name: special_tokens[f"{name}_token"]
-        for name in ("bos", "eos")
-        if config.get(f"add_{name}_token") and f"{name}_token" in special_tokens
-    }
-    single = [around["bos"]] if "bos" in around else []
-    single += ["$A"] + ([around["eos"]] if "eos" in around else [])
-    backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=None,
-        special_tokens=[(token, backend.token_to_id(token)) for token in around.values()],
-    )
 
 
 def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
