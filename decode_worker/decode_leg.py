@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,9 @@ from worker.leg import FINISH_REASONS, Assignment, Leg, LegTable, sequence_id
 from worker.load_monitor import LoadMonitor
 from worker.session import RouterSession, SessionEnded
 from worker.submission import engine_request
+
+# torch has no read-only tensors; what is made of a frame's bytes is only read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 class DecodeLeg(Leg):

@@ -53,7 +53,10 @@ class WorkerOptions(BaseSettings, WorkerConfig):  # pyright: ignore[reportIncomp
     @field_validator("model_path", mode="before")
     @classmethod
     def _resolve(cls, model: str | Path) -> Path:
-        return model_store.resolve(str(model))
+        try:
+            return model_store.resolve(str(model))
+        except model_store.ModelStoreError as error:
+            raise ValueError(str(error)) from error
 
     @classmethod
     def settings_customise_sources(
@@ -105,7 +108,10 @@ def _parse(program: str, description: str) -> WorkerOptions:
     try:
         return CliApp.run(named, cli_settings_source=source)
     except ValidationError as error:
-        lines = [f"{program}: --{str(e['loc'][0]).replace('_', '-')}: {e['msg']}" for e in error.errors()]
+        lines = [
+            f"{program}: --{str(e['loc'][0]).replace('_', '-')}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
         sys.exit("\n".join(lines))
 
 

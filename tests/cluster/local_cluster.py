@@ -1,0 +1,115 @@
+"""Real workers and a real router on one event loop: real gRPC between them, no process to wait for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from decode_worker.server import DecodeWorker
+from engine.engine import Engine, EngineLoad
+from prefill_worker.server import PrefillWorker
+from protos import inference_pb2, inference_pb2_grpc
+from router.config import RouterConfig
+from router.router_server import RouterServer
+from router.worker_directory import StaticDirectory
+from tests.transfer.proxy import Proxy
+from worker.config import WorkerConfig
+from worker.server import WorkerServer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that a client got of one request."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    last: inference_pb2.GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """`proxies`: one before each decode worker, in the way of its router and of its prefill workers."""
+
+    router: RouterServer
+    prefill: tuple[PrefillWorker, ...]
+    decode: tuple[DecodeWorker, ...]
+    proxies: tuple[Proxy, ...]
+    client: inference_pb2_grpc.InferenceStub
+
+    @property
+    def workers(self) -> tuple[WorkerServer, ...]:
+        return (*self.prefill, *self.decode)
+
+    async def generate(self, request: inference_pb2.GenerateRequest) -> Answer:
+        token_ids: list[int] = []
+        text = ""
+        last = inference_pb2.GenerateResponse()
+        async for last in self.client.Generate(request, timeout=120):
+            token_ids += last.token_ids
+            text += last.text
+        return Answer(tuple(token_ids), text, last)
+
+    async def loads(self) -> list[EngineLoad]:
+        return [await worker.engine.call(Engine.load) for worker in self.workers]
+
+    async def wait_clean(self) -> None:
+        """Returns when no worker has anything of any request, and its books agree."""
+        for worker in self.workers:
+            await worker.legs.wait_empty()
+            await worker.engine.call(Engine.check_integrity)
+            load = await worker.engine.call(Engine.load)
+            assert (load.num_running, load.num_waiting) == (0, 0)
+            assert load.free_blocks == load.num_blocks
+
+
+def token_request(prompt: Sequence[int], max_tokens: int, **sampling) -> inference_pb2.GenerateRequest:
+    """Greedy unless said."""
+    params = inference_pb2.SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=list(prompt)), sampling=params)
+
+
+@asynccontextmanager
+async def local_cluster(
+    model: Path, *, prefill: int = 1, decode: int = 1, router_options: dict | None = None, **worker_options
+) -> AsyncIterator[LocalCluster]:
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
+    async with AsyncExitStack() as stack:
+
+        async def start(kind: type[WorkerServer], name: str) -> WorkerServer:
+            config = WorkerConfig(model_path=model, worker_id=name, **{**options, **worker_options})
+            worker = await kind.start(config)
+            stack.push_async_callback(worker.stop)
+            return worker
+
+        prefill_workers = [await start(PrefillWorker, f"prefill-{i}") for i in range(prefill)]
+        decode_workers = [await start(DecodeWorker, f"decode-{i}") for i in range(decode)]
+        proxies = [Proxy(worker.address) for worker in decode_workers]
+        for proxy in proxies:
+            await proxy.start()
+            stack.push_async_callback(proxy.die)
+        router = await RouterServer.start(
+            RouterConfig(model_path=model, model_name="tiny", **(router_options or {})),
+            StaticDirectory(
+                prefill=[w.address for w in prefill_workers], decode=[p.address for p in proxies]
+            ),
+        )
+        stack.push_async_callback(router.stop)
+        seen = 0
+        while len(router.fleet.snapshot()) < prefill + decode:
+            seen = await router.fleet.next_change(seen)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(router.grpc_address))
+        yield LocalCluster(
+            router,
+            tuple(w for w in prefill_workers if isinstance(w, PrefillWorker)),
+            tuple(w for w in decode_workers if isinstance(w, DecodeWorker)),
+            tuple(proxies),
+            inference_pb2_grpc.InferenceStub(channel),
+        )
+
+
+async def together(cluster: LocalCluster, requests: Sequence[inference_pb2.GenerateRequest]) -> list[Answer]:
+    """All at once."""
+    return list(await asyncio.gather(*(cluster.generate(request) for request in requests)))
