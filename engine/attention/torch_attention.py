@@ -10,9 +10,9 @@ from engine.attention.row_groups import group_rows
 from engine.batch import DecodeRows, PrefillRows, StepBatch
 from engine.kv_cache import KVCache
 
-# Measured on SmolLM2-135M's heads. A decode group's gathered K (or V): attention finds a small one still in the
-# processor's cache, large ones mean fewer launches. A tile of a chunk's rows attends in one call, and the keys
-# after its last row are never looked at: 30 % less time for a chunk of 512 than one causal call.
+# Measured on SmolLM2-135M's heads. A decode group's gathered K (or V): attention finds a small one still in
+# the processor's cache, large ones mean fewer launches. A tile of a chunk's rows attends in one call, and the
+# keys after its last row are never looked at: 30 % less time for a chunk of 512 than one causal call.
 _CPU_GROUP_BYTES = 2 << 20
 _CPU_TILE_ROWS = 64
 _CUDA_GROUP_BYTES = 1 << 30
