@@ -1,6 +1,7 @@
 """Brings a cluster up and takes it down, whoever runs its Ray."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from typing import Protocol
@@ -88,6 +89,7 @@ def _clear(folder: ClusterFolder) -> None:
 
 
 def _joined(folder: ClusterFolder) -> Cluster:
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     from deploy.joined_cluster import JoinedCluster  # brings Ray along, seconds
 
     return JoinedCluster(folder)

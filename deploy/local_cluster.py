@@ -57,6 +57,8 @@ class LocalCluster:
 
     def take_down(self) -> None:
         """Ends everything that `start` started, and removes what it left on disk."""
+        if self._session is None and self._process is not None:  # interrupted in `start`
+            self._session = ProcessSession.of(self._process.pid)
         if self._session is not None:
             self._session.end(_END_GRACE_S)
         self.wait_end()

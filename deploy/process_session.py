@@ -50,7 +50,7 @@ class ProcessSession:
         members = self.members()
         if self.leader in members:
             _signal([self.leader], signal.SIGTERM)
-        _wait(members, grace_s)
+            _wait(members, grace_s)
         members = self.members()
         _signal(members, signal.SIGTERM)
         _wait(members, min(grace_s, _KILL_S))

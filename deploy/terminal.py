@@ -4,6 +4,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,16 @@ class Progress:
 
 
 def pools_table(status: ApplicationStatus) -> Table:
-    table = Table("pool", "wanted", "running", "starting", "leaving", "", title=f"Pools: {status.status}")
+    table = Table(
+        "pool",
+        "wanted",
+        "running",
+        "starting",
+        "leaving",
+        "",
+        title=f"Pools: {status.status}",
+        box=SIMPLE_HEAD,
+    )
     for name, pool in status.deployments.items():
         counts = (pool.target, pool.running, pool.starting, pool.stopping)
         table.add_row(name, *map(str, counts), pool.message.splitlines()[0] if pool.message else "")
@@ -50,10 +60,10 @@ def pools_table(status: ApplicationStatus) -> Table:
 
 
 def workers_table(workers: list[WorkerStatus]) -> Table:
-    table = Table(title="Workers")
+    table = Table(title="Workers", box=SIMPLE_HEAD)
     for heading in ("worker", "state"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "worker")
-    for heading in ("running", "waiting", "KV use", "step", "prefill", "KV out", "KV in"):
+        table.add_column(heading)
+    for heading in ("running", "waiting", "KV use", "step ms", "KV MB out/in"):
         table.add_column(heading, justify="right")
     for worker in sorted(workers, key=lambda worker: (worker.role != "prefill", worker.worker_id or "")):
         state = "draining" if worker.draining else worker.state
@@ -63,10 +73,8 @@ def workers_table(workers: list[WorkerStatus]) -> Table:
             _count(worker.num_running),
             _count(worker.num_waiting),
             _kv_use(worker),
-            f"{worker.step_s * 1e3:.1f} ms" if worker.step_s else "-",
-            f"{worker.prefill_tokens_per_s:.0f} tok/s" if worker.prefill_tokens_per_s else "-",
-            megabytes(worker.kv_bytes_sent or 0),
-            megabytes(worker.kv_bytes_received or 0),
+            f"{worker.step_s * 1e3:.1f}" if worker.step_s else "-",
+            f"{(worker.kv_bytes_sent or 0) / 1e6:.1f}/{(worker.kv_bytes_received or 0) / 1e6:.1f}",
         )
     return table
 

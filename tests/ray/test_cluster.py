@@ -89,7 +89,7 @@ def test_demo_beside_another_cluster_answers_and_leaves_no_process(
 ) -> None:
     baton = Baton(tmp_path)
     process = baton.start("demo", "--model", str(tiny_model))
-    session = _session(baton, process)
+    session = _session(baton, process, "starting Ray")
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, output
     assert "KV handed over" in output and "prefill-" in output and "decode-" in output
@@ -98,16 +98,32 @@ def test_demo_beside_another_cluster_answers_and_leaves_no_process(
     assert processes_of(cluster.session)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "progress"), [(signal.SIGTERM, "starting Ray"), (signal.SIGINT, "prefill 0/1")]
+)
 def test_an_interrupted_demo_leaves_no_process(
-    tmp_path: Path, tiny_model: Path, number: signal.Signals
+    tmp_path: Path, tiny_model: Path, number: signal.Signals, progress: str
 ) -> None:
     baton = Baton(tmp_path)
     process = baton.start("demo", "--model", str(tiny_model))
-    session = _session(baton, process)
+    session = _session(baton, process, progress)
     process.send_signal(number)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0, output
+    assert processes_of(session) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_dies_while_it_starts_is_one_error_and_leaves_no_process(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    baton = Baton(tmp_path)
+    process = baton.start("demo", "--model", str(tiny_model))
+    session = _session(baton, process, "starting Ray Serve")
+    os.kill(session, signal.SIGKILL)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "the cluster has ended" in output
     assert processes_of(session) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -121,11 +137,11 @@ def test_an_unknown_model_is_one_error_and_starts_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def _session(baton: Baton, process: subprocess.Popen[str]) -> int:
-    """Of the cluster that a command is starting, as soon as Ray runs."""
+def _session(baton: Baton, process: subprocess.Popen[str], progress: str) -> int:
+    """Of the cluster that a command is starting, as soon as it has come so far."""
     assert process.stdout is not None
     for line in process.stdout:
-        if "prefill 0/1" in line:
+        if progress in line:
             (state,) = baton.states()
             return state["head_pid"]
     raise AssertionError("the command ended before its cluster was started")
