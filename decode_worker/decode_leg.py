@@ -52,7 +52,7 @@ class DecodeLeg(Leg):
         self._over: asyncio.Future[Drop | None] = loop.create_future()
 
     async def run(self) -> None:
-        drop = await self._over
+        drop = await asyncio.shield(self._over)
         if drop is not None:
             raise dropped_leg(drop)
 

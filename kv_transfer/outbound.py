@@ -60,7 +60,8 @@ class HandoffOutbound:
     Attributes:
         outcome: Accepted, Drop (it failed; a hint, the receiver decides) or Closed (`close` or `cancel`).
         released: resolves when nothing of the hand-off reads the offered bytes any more: before the outcome
-            when it goes well. Both resolve always, once, with a value.
+            when it goes well. Both resolve always, once, with a value: await them through `asyncio.shield`,
+            so that a waiter that is cancelled does not cancel them.
     """
 
     def __init__(self, peers: PeerPool, ticket: HandoffTicket) -> None:

@@ -57,7 +57,7 @@ class PrefillLeg(Leg):
             if self._held is None:
                 self._handoff.close(CloseReason.ENDED_AT_FIRST_TOKEN)
                 return
-            self._report(self._held, await self._handoff.outcome)
+            self._report(self._held, await asyncio.shield(self._handoff.outcome))
         except HandoffEnded as ended:
             raise _dropped(ended.outcome) from ended
         except InvalidRequest as error:

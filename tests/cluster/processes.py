@@ -5,11 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import httpx
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 STOP_S = 60
@@ -122,8 +125,19 @@ def running_cluster(
             worker.wait_ready()
         addresses = [x for (role, _), w in workers.items() for x in (f"--{role}", w.grpc)]
         router = start("router", "router", [*addresses, *router_options]).wait_ready()
+        wait_connected(router, prefill + decode)
         yield ClusterProcesses(
             router,
             tuple(w for (role, _), w in workers.items() if role == "prefill"),
             tuple(w for (role, _), w in workers.items() if role == "decode"),
         )
+
+
+def wait_connected(router: ServerProcess, num_workers: int) -> None:
+    """Returns when the router has a session with every worker."""
+    with httpx.Client(base_url=f"http://{router.ready['http']}") as client:
+        while True:
+            states = [worker["state"] for worker in client.get("/workers").json()]
+            if states.count("connected") == num_workers:
+                return
+            time.sleep(0.05)

@@ -1,0 +1,127 @@
+"""Processes that are killed, told to leave, or started wrongly."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from tests.cluster.local_cluster import token_request
+from tests.cluster.processes import ENVIRONMENT, ClusterProcesses, running_cluster
+from tests.engine.engines import prompt_of
+from tests.reference import NearTies, Reference
+
+WORKER_OPTIONS = ["--dtype", "float32", "--kv-cache-bytes", str(64 << 20)]
+
+
+@pytest.fixture
+def cluster(tiny_model: Path, tmp_path: Path):
+    with running_cluster(tiny_model, tmp_path, prefill=2, decode=2, worker_options=WORKER_OPTIONS) as running:
+        yield running
+
+
+class Stream:
+    """A request that runs; `started` is set with its first token."""
+
+    def __init__(
+        self, stub: inference_pb2_grpc.InferenceStub, request: inference_pb2.GenerateRequest
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.served_by = inference_pb2.ServedBy()
+        self.started = asyncio.Event()
+        self.task = asyncio.create_task(self._read(stub.Generate(request, timeout=120)))
+
+    async def _read(self, call) -> None:
+        try:
+            async for response in call:
+                self.token_ids += response.token_ids
+                if response.HasField("served_by"):
+                    self.served_by = response.served_by
+                self.started.set()
+        finally:
+            self.started.set()
+
+    async def error(self) -> grpc.aio.AioRpcError | None:
+        try:
+            await self.task
+        except grpc.aio.AioRpcError as error:
+            return error
+        return None
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_killing_a_worker_ends_its_requests_and_disturbs_no_other(
+    cluster: ClusterProcesses, tiny_model: Path, role: str
+):
+    """Of eight streams those of the dead one get one clear error, the others their text."""
+    async with grpc.aio.insecure_channel(cluster.router.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        requests = [token_request(prompt_of(40, seed=n), 1500, ignore_eos=True) for n in range(8)]
+        streams = [Stream(stub, request) for request in requests]
+        for stream in streams:
+            await stream.started.wait()
+        victim = getattr(cluster, role)[0]
+        victim.kill()
+        errors = [await stream.error() for stream in streams]
+        dead = [e for e in errors if e is not None]
+        for error in dead:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert f"{role}-0" in (error.details() or "")
+        reference = Reference(tiny_model)
+        finished = [
+            (stream, n) for n, (stream, e) in enumerate(zip(streams, errors, strict=True)) if e is None
+        ]
+        # A prefill worker that handed everything off takes no stream with it.
+        assert len(dead) == (4 if role == "decode" else 0)
+        for stream, n in finished[:2]:
+            assert stream.served_by.decode_worker == "decode-1" or role == "prefill"
+            expected = reference.greedy(prompt_of(40, seed=n), 300, ignore_eos=True)
+            NearTies(1).check(stream.token_ids[:300], expected)
+        after = Stream(stub, token_request(prompt_of(10), 5))
+        assert await after.error() is None
+
+
+async def test_sigterm_finishes_what_runs_then_ends(cluster: ClusterProcesses):
+    async with grpc.aio.insecure_channel(cluster.router.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        streams = [Stream(stub, token_request(prompt_of(40), 1000, ignore_eos=True)) for _ in range(4)]
+        for stream in streams:
+            await stream.started.wait()
+        for process in (*cluster.workers, cluster.router):
+            process.signal(signal.SIGTERM)
+        for stream in streams:
+            assert await stream.error() is None
+            assert len(stream.token_ids) == 1000
+    for process in (*cluster.workers, cluster.router):
+        assert await asyncio.to_thread(process.wait) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "{empty}"], "config.json"),
+        (["--model", "{model}", "--port", "70000"], "--port"),
+        (["--model", "{model}", "--dtype", "int3"], "--dtype"),
+        (["--model", "{model}", "--max-model-len", "100000"], "max_model_len"),
+        (["--model", "{model}", "--kv-cache-bytes", "10"], "kv_cache_bytes"),
+        (["--model", "{model}", "--device", "abacus"], "device"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(tiny_model: Path, tmp_path: Path, options: list[str], said: str):
+    filled = [option.format(model=tiny_model, empty=tmp_path) for option in options]
+    run = subprocess.run(
+        [sys.executable, "-m", "decode_worker", *filled],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    assert run.returncode != 0
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
