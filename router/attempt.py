@@ -147,8 +147,7 @@ class Attempt:
                 self._on_dropped(leg, event)
             case SessionLost():
                 self._over(leg)
-                died = unavailable(f"worker {self._worker_ids[leg]} died: {event.reason}")
-                self._on_failed(leg, died)
+                self._on_lost(leg, unavailable(f"worker {self._worker_ids[leg]} died: {event.reason}"))
         self._settle()
         self._changed.set()
 
@@ -180,6 +179,13 @@ class Attempt:
             self._conclude(error)
         else:
             self._on_failed(leg, error)
+
+    def _on_lost(self, leg: Leg, died: RequestError) -> None:
+        if leg is Leg.PREFILL:
+            self._on_failed(leg, died)
+        elif self._finish is None:
+            # Whatever the prefill worker said before: this is its cause.
+            self._conclude(died)
 
     def _on_failed(self, leg: Leg, error: RequestError) -> None:
         if self._finish is not None:
