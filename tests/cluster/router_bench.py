@@ -12,7 +12,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from router.cluster_view import WorkerSnapshot
 from router.config import RouterConfig
 from router.router_server import RouterServer
-from router.worker_directory import StaticDirectory
+from router.worker_directory import StaticDirectory, WorkerDirectory
 from tests.cluster.scripted_worker import DEADLINE_S, ScriptedWorker, SubmittedLeg
 
 PROMPT = (5, 6, 7)
@@ -36,19 +36,24 @@ async def running_router(
     local_prefill_tokens: int = 0,
 ) -> AsyncIterator[RouterServer]:
     """Connected to all of the workers. Its model is called "tiny"."""
-    config = RouterConfig(
-        model_path=model,
-        model_name="tiny",
-        stall_limit_s=stall_limit_s,
-        local_prefill_tokens=local_prefill_tokens,
-    )
     directory = StaticDirectory(
         prefill=[worker.address for worker in prefill], decode=[worker.address for worker in decode]
     )
-    router = await RouterServer.start(config, directory)
-    try:
+    settings = {"stall_limit_s": stall_limit_s, "local_prefill_tokens": local_prefill_tokens}
+    async with started_router(model, directory, **settings) as router:
         expected = len(prefill) + len(decode)
         await until(router, lambda workers: len(workers) == expected)
+        yield router
+
+
+@asynccontextmanager
+async def started_router(
+    model: Path, directory: WorkerDirectory, **settings: float
+) -> AsyncIterator[RouterServer]:
+    """Listening; its workers may be connected or not."""
+    config = RouterConfig(model_path=model, model_name="tiny", **settings)
+    router = await RouterServer.start(config, directory)
+    try:
         yield router
     finally:
         await router.stop()

@@ -21,16 +21,14 @@ class Cluster:
 
 @pytest.fixture
 async def scripted_prefill() -> AsyncIterator[ScriptedWorker]:
-    worker = await ScriptedWorker(ROLE_PREFILL, "p0").start()
-    yield worker
-    await worker.die()
+    async with ScriptedWorker(ROLE_PREFILL, "p0") as worker:
+        yield worker
 
 
 @pytest.fixture
 async def scripted_decode() -> AsyncIterator[ScriptedWorker]:
-    worker = await ScriptedWorker(ROLE_DECODE, "d0").start()
-    yield worker
-    await worker.die()
+    async with ScriptedWorker(ROLE_DECODE, "d0") as worker:
+        yield worker
 
 
 @pytest.fixture

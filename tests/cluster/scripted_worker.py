@@ -84,6 +84,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         max_model_len: int = 4096,
         num_blocks: int = 1024,
         protocol_version: int = 1,
+        address: str = "127.0.0.1:0",
     ) -> None:
         self.description = worker_pb2.WorkerDescription(
             protocol_version=protocol_version,
@@ -96,18 +97,21 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             num_blocks=num_blocks,
         )
         self.load = worker_pb2.LoadReport(num_blocks=num_blocks, free_blocks=num_blocks)
-        self.address = ""
+        self.address = address
         self.sessions: asyncio.Queue[ScriptedSession] = asyncio.Queue()
         self.submitted: asyncio.Queue[SubmittedLeg] = asyncio.Queue()
         self.open_sessions: list[ScriptedSession] = []
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
 
-    async def start(self, address: str = "127.0.0.1:0") -> "ScriptedWorker":
+    async def __aenter__(self) -> "ScriptedWorker":
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(address)
+        port = self._server.add_insecure_port(self.address)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
 
     async def die(self) -> None:
         """Closes every connection at once, and the port."""

@@ -16,6 +16,7 @@ from protos.worker_pb2 import (
     DROP_CAUSE_INTERNAL,
     DROP_CAUSE_INVALID,
     DROP_CAUSE_PUSH_BROKEN,
+    ROLE_DECODE,
 )
 from tests.cluster.router_bench import PROMPT, both_legs, generate, generating, running_router, token_request
 from tests.cluster.router_fixtures import Cluster
@@ -234,7 +235,7 @@ async def test_the_death_of_the_decode_worker_ends_its_requests_and_cancels_the_
     scripted: Cluster,
 ) -> None:
     async with generating(scripted.router, token_request()) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
+        p, _ = await both_legs(scripted.prefill, scripted.decode)
         p.say_tokens(0, [100])
         await scripted.decode.die()
         error = await error_of(task)
@@ -247,7 +248,7 @@ async def test_the_death_of_the_prefill_worker_before_the_hand_off_ends_its_requ
     scripted: Cluster,
 ) -> None:
     async with generating(scripted.router, token_request()) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
+        _, d = await both_legs(scripted.prefill, scripted.decode)
         await scripted.prefill.die()
         d.say_dropped(DROP_CAUSE_PUSH_BROKEN, "the stream ended")
         error = await error_of(task)
@@ -273,19 +274,19 @@ async def test_the_death_of_one_worker_does_not_disturb_requests_on_others(
     tiny_model: Path,
     scripted_decode: ScriptedWorker,
 ) -> None:
-    other = await ScriptedWorker(scripted_decode.description.role, "d1").start()
-    async with running_router(tiny_model, decode=[scripted_decode, other]) as router:
-        async with generating(router, token_request(max_tokens=1)) as doomed:
-            first = await scripted_decode.next_leg()
-            async with generating(router, token_request(max_tokens=1)) as spared:
-                second = await other.next_leg()
-                await scripted_decode.die()
-                assert "worker d0 died" in (await error_of(doomed)).details()
-                second.say_tokens(0, [100])
-                second.say_finished()
-                assert (await spared).token_ids == [100]
-    assert first.kind == second.kind == "local"
-    await other.die()
+    async with (
+        ScriptedWorker(ROLE_DECODE, "d1") as other,
+        running_router(tiny_model, decode=[scripted_decode, other]) as router,
+        generating(router, token_request(max_tokens=1)) as doomed,
+    ):
+        await scripted_decode.next_leg()
+        async with generating(router, token_request(max_tokens=1)) as spared:
+            leg = await other.next_leg()
+            await scripted_decode.die()
+            assert "worker d0 died" in (await error_of(doomed)).details()
+            leg.say_tokens(0, [100])
+            leg.say_finished()
+            assert (await spared).token_ids == [100]
 
 
 async def test_one_token_is_prefilled_and_decoded_on_the_prefill_worker(scripted: Cluster) -> None:
@@ -326,7 +327,7 @@ async def test_numbers_only_grow_in_a_session(scripted: Cluster) -> None:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(generate(scripted.router, token_request())) for _ in range(20)]
         for _ in tasks:
-            p, d = await both_legs(scripted.prefill, scripted.decode)
+            p, _ = await both_legs(scripted.prefill, scripted.decode)
             p.say_tokens(0, [100])
             p.say_finished()
     assert session.numbers == sorted(set(session.numbers))

@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
+from protos.worker_pb2 import ROLE_DECODE
 from router.router_server import INFERENCE
 from tests.cluster.router_bench import (
     both_legs,
@@ -126,14 +127,13 @@ async def test_the_model_is_listed_with_the_context_its_workers_have(
     tiny_model: Path,
     scripted_decode: ScriptedWorker,
 ) -> None:
-    small = await ScriptedWorker(scripted_decode.description.role, "small", max_model_len=100).start()
     async with (
+        ScriptedWorker(ROLE_DECODE, "small", max_model_len=100) as small,
         running_router(tiny_model, decode=[scripted_decode, small]) as router,
         inference_stub(router) as stub,
     ):
         models = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
     assert [(model.id, model.max_model_len) for model in models] == [("tiny", 100)]
-    await small.die()
 
 
 async def health_of(router_address: str, service: str) -> int:
