@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from engine.grammar import CompiledGrammar
 
 SequenceId = NewType("SequenceId", str)
 
@@ -45,6 +48,14 @@ class SamplingParams:
         min_tokens: no stop token before this many generated tokens.
         stop_token_ids: end the sequence, beside the model's own.
         ignore_eos: the model's own end-of-sequence tokens do not end it.
+        presence_penalty: subtracted once from the logit of every generated token.
+        frequency_penalty: subtracted for every time that a token was generated.
+        repetition_penalty: logits of tokens of the prompt and generated are divided by it if positive,
+            multiplied if negative; over 0, 1 changes nothing.
+        logit_bias: (token id, what is added to its logit), each token once.
+        logprobs: how many of the likeliest tokens to tell with every sampled one; None tells nothing.
+        prompt_logprobs: the same of every prompt token but the first.
+        n: samples of the prompt.
     """
 
     temperature: float = 1.0
@@ -56,6 +67,13 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +85,8 @@ class EngineRequest:
         generated: tokens that earlier attempts sampled; the next one's index is their number.
         arrival_s: when the request came to the router, seconds since the Unix epoch; orders the queue.
         sample: which of the request's samples; part of the noise's key.
+        grammar: what the generated text must be.
+        cache_salt: only requests with the same one share cached prefixes.
     """
 
     sequence_id: SequenceId
@@ -77,3 +97,5 @@ class EngineRequest:
     sample: int = 0
     kv_source: KVSource = KVSource.COMPUTE
     run_until: RunUntil = RunUntil.END
+    grammar: "CompiledGrammar | None" = None
+    cache_salt: str = ""

@@ -1,5 +1,6 @@
 """A Submit as an engine request."""
 
+from engine.grammar import CompiledGrammar
 from engine.request import EngineRequest, KVSource, RunUntil, SamplingParams
 from protos import inference_pb2
 from worker.leg import Assignment
@@ -10,7 +11,9 @@ def engine_request(
     *,
     kv_source: KVSource = KVSource.COMPUTE,
     run_until: RunUntil = RunUntil.END,
+    grammar: CompiledGrammar | None = None,
 ) -> EngineRequest:
+    """`grammar`: of the Submit's, compiled."""
     submit = assignment.submit
     return EngineRequest(
         sequence_id=assignment.sequence_id,
@@ -21,6 +24,8 @@ def engine_request(
         sample=submit.sample,
         kv_source=kv_source,
         run_until=run_until,
+        grammar=grammar,
+        cache_salt=submit.cache_salt,
     )
 
 
@@ -35,4 +40,11 @@ def _sampling_params(sampling: inference_pb2.SamplingParams) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        n=sampling.n if sampling.HasField("n") else 1,
     )
