@@ -79,6 +79,11 @@ def make_http_door(service: GenerationService) -> FastAPI:
         refused = RequestError(code, f"{request.method} {request.url.path}: {error.detail}")
         return JSONResponse(openai_body(refused), status_code=error.status_code)
 
+    @door.exception_handler(Exception)
+    async def on_defect(request: Request, _: Exception) -> Response:
+        # Starlette raises it again after this answer, so that the log has its trace.
+        return _error_response(RequestError(ErrorCode.INTERNAL, "the router failed; its log says why"))
+
     return door
 
 

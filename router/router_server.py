@@ -85,6 +85,7 @@ class RouterServer:
             uvicorn.Config(
                 make_http_door(self._service),
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(CLOSE_LIMIT_S),
