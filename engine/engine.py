@@ -73,7 +73,7 @@ class StepResult:
 
 
 class EngineLoad(NamedTuple):
-    """How busy an engine is. The totals count from its start."""
+    """How busy an engine is. The totals count from its start. Cached blocks count as free."""
 
     num_running: int
     num_waiting: int
@@ -82,6 +82,9 @@ class EngineLoad(NamedTuple):
     free_blocks: int
     computed_prompt_tokens: int
     generated_tokens: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
 
 
 class Engine:
@@ -123,7 +126,7 @@ class Engine:
         Raises:
             InvalidRequest: it can never run here.
         """
-        sequence = Sequence.of(request)
+        sequence = Sequence.of(request, time.monotonic())
         self._validate(sequence)
         self._sequences[request.sequence_id] = sequence
         self._scheduler.add(sequence)
@@ -144,7 +147,7 @@ class Engine:
                 f"max_tokens: prompt ({len(request.prompt)}) and max_tokens ({request.sampling.max_tokens}) "
                 f"add up to {total}, the model's limit is {limits.max_model_len}"
             )
-        needed = self._scheduler.blocks_needed(sequence)
+        needed = self._scheduler.blocks_for(sequence.max_kv_tokens)
         if needed > self._pool.num_blocks:
             raise InvalidRequest(
                 f"max_tokens: prompt and output need {needed} KV blocks, there are {self._pool.num_blocks}"
@@ -200,7 +203,7 @@ class Engine:
         sequence = self._sequences[sequence_id]
         if sequence.state is not SequenceState.IMPORTING:
             raise KeyError(sequence_id)
-        sequence.num_computed = len(sequence.tokens)
+        self._scheduler.book_computed(sequence, len(sequence.tokens))
         sequence.tokens.append(first_token)
         sequence.marks.decode_ready = time.monotonic()
         reason = sequence.finish_reason(self._eos)
@@ -210,15 +213,10 @@ class Engine:
             self.remove(sequence_id)
         return reason
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would compute something."""
-        return self._scheduler.has_running
-
     def launch(self) -> LaunchedStep | None:
         """Starts a step on the device. None: there is nothing to compute."""
         started = time.monotonic()
-        chunks = self._scheduler.next_chunks()
+        chunks = self._scheduler.next_chunks(started)
         if not chunks:
             return None
         for chunk in chunks:
@@ -248,11 +246,13 @@ class Engine:
             )
             if sequence.sequence_id not in self._sequences:
                 continue
-            sequence.num_computed = chunk.token_end
+            self._scheduler.book_computed(sequence, chunk.token_end)
             if token is None:
                 continue
             tokens.append(SampledToken(sequence.sequence_id, sequence.num_generated, token))
             self._book_token(sequence, token, ended_at, ended, held)
+        if num_prompt_tokens:
+            self._scheduler.book_prefill(num_prompt_tokens, ended_at - step.started)
         self._computed_prompt_tokens += num_prompt_tokens
         self._generated_tokens += len(tokens)
         return StepResult(
@@ -298,7 +298,7 @@ class Engine:
             first_row += chunk.num_tokens
         if listener is None or not ready:
             return None
-        return lambda layer, key, value: listener.on_layer(layer, key, value, ready)
+        return lambda layer, tensors: listener.on_layer(layer, tensors, ready)
 
     def _batch(self, chunks: Rows[Chunk]) -> StepBatch:
         """The tensors of a step; `chunks` has its single tokens first."""
@@ -348,9 +348,12 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             waiting_prompt_tokens=self._scheduler.waiting_prompt_tokens(),
             num_blocks=self._pool.num_blocks,
-            free_blocks=self._pool.num_free,
+            free_blocks=self._pool.num_available,
             computed_prompt_tokens=self._computed_prompt_tokens,
             generated_tokens=self._generated_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            prefix_query_tokens=self._scheduler.prefix_query_tokens,
+            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -1,11 +1,16 @@
 """Which sequences hold blocks, and which tokens the next step computes."""
 
-from bisect import insort
+from bisect import bisect_left, insort
 from typing import NamedTuple
 
+from engine.block_hash import BlockHash, extend_hashes
 from engine.block_pool import BlockPool, IntegrityError
-from engine.request import KVSource, SequenceId
+from engine.prefill_order import response_ratio
+from engine.request import KVSource
 from engine.sequence import Sequence, SequenceState
+
+# Prompt tokens a second, before a step has measured it, and the weight of the newest measurement.
+_FIRST_PREFILL_RATE, _RATE_GAIN = 1000.0, 0.2
 
 
 class Chunk(NamedTuple):
@@ -25,26 +30,29 @@ class Chunk(NamedTuple):
         return self.token_end == len(self.sequence.tokens)
 
 
-def _age(sequence: Sequence) -> tuple[float, SequenceId]:
-    return sequence.request.arrival_s, sequence.sequence_id
-
-
 class Scheduler:
-    """One rule for every step: a token of each running sequence, then chunks of prompts, oldest first.
+    """One rule for every step: a token of each running sequence, then chunks of prompts.
 
-    A sequence is admitted with room for all it can ever need, so nothing that runs is ever short of
-    blocks. The oldest waiting one is admitted first and none overtakes it: a large one is not starved.
+    A sequence is admitted with blocks for the tokens that it has, and gets one more whenever the last is
+    full. When none is left, the youngest gives its blocks up and waits to be continued from its tokens; the
+    oldest never does, so somebody always finishes. What waits is admitted oldest first, those that gave
+    up their blocks before all others, and none overtakes the next: a large one is not starved.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int, step_tokens: int, max_running: int) -> None:
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._prefill_rate = _FIRST_PREFILL_RATE
         self._pool = pool
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._max_running = max_running
         self._waiting: list[Sequence] = []
-        self._admitted: dict[SequenceId, Sequence] = {}
-        # Of the admitted ones, those with tokens to compute. Ordered by admission.
-        self._running: dict[SequenceId, Sequence] = {}
+        # All that hold blocks.
+        self._admitted: set[Sequence] = set()
+        # Of those, the ones with tokens to compute, oldest first.
+        self._running: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -55,96 +63,174 @@ class Scheduler:
         return len(self._admitted)
 
     @property
-    def has_running(self) -> bool:
-        return bool(self._running)
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
-    def blocks_needed(self, sequence: Sequence) -> int:
-        return -(-sequence.max_kv_tokens // self._block_size)
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_age)
+        insort(self._waiting, sequence, key=Sequence.admission_order)
 
     def admit(self) -> list[Sequence]:
-        """Gives waiting sequences their blocks, oldest first, as long as there is room for the next."""
+        """Gives waiting sequences their blocks, in order, as long as there is room for the next."""
         admitted = []
         while self._waiting and len(self._admitted) < self._max_running:
             sequence = self._waiting[0]
-            needed = self.blocks_needed(sequence)
-            if needed > self._pool.num_free:
+            if not self._give_blocks(sequence):
                 break
             del self._waiting[0]
-            sequence.hold(self._pool.allocate(needed))
-            self._admitted[sequence.sequence_id] = sequence
-            if sequence.request.kv_source is KVSource.HANDOFF:
+            self._admitted.add(sequence)
+            if sequence.kv_source is KVSource.HANDOFF:
                 sequence.state = SequenceState.IMPORTING
             else:
                 self.run(sequence)
             admitted.append(sequence)
         return admitted
 
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """Shares the blocks that hold its first tokens already, and takes the others. False: no room.
+
+        What runs keeps a reserve of a block each to grow into: without it a newcomer would be the next to
+        give its blocks up again.
+        """
+        hits = self._pool.find(self._names_to_find(sequence))
+        self._pool.hold(hits)
+        wanted = self.blocks_for(len(sequence.tokens)) - len(hits)
+        if wanted + len(self._running) > self._pool.num_available:
+            self._pool.release(hits)
+            return False
+        sequence.hold([*hits, *self._pool.allocate(wanted)])
+        sequence.num_published = len(hits)
+        sequence.num_computed = sequence.num_cached = len(hits) * self._block_size
+        self.prefix_query_tokens += len(sequence.tokens)
+        self.prefix_hit_tokens += sequence.num_cached
+        return True
+
+    def _names_to_find(self, sequence: Sequence) -> list[BlockHash]:
+        """Not its last token's block, if it computes for itself: that token's logits are wanted."""
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return []
+        extend_hashes(sequence.hashes, sequence.tokens, self._block_size, sequence.request.cache_salt)
+        may_be_found = len(sequence.tokens) - (sequence.kv_source is KVSource.COMPUTE)
+        return sequence.hashes[: may_be_found // self._block_size]
+
     def run(self, sequence: Sequence) -> None:
         """Schedules an admitted sequence from the next step on."""
         sequence.state = SequenceState.RUNNING
-        self._running[sequence.sequence_id] = sequence
+        insort(self._running, sequence, key=Sequence.age)
 
     def pause(self, sequence: Sequence) -> None:
         """Takes a running sequence out of the steps; it keeps its blocks."""
-        del self._running[sequence.sequence_id]
+        self._stop_running(sequence)
         sequence.state = SequenceState.HELD
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence, in whatever state, and frees its blocks."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
-            return
-        del self._admitted[sequence.sequence_id]
-        self._running.pop(sequence.sequence_id, None)
+        else:
+            self._take_blocks(sequence)
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_running(sequence)
+        self._admitted.remove(sequence)
         self._pool.release(sequence.blocks)
         sequence.hold([])
+        sequence.num_computed = sequence.num_published = 0
 
-    def next_chunks(self) -> list[Chunk]:
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._running[bisect_left(self._running, sequence.age(), key=Sequence.age)]
+
+    def book_computed(self, sequence: Sequence, num_computed: int) -> None:
+        """The KV of that many tokens is there; the blocks that are full now answer prefix lookups."""
+        sequence.num_computed = num_computed
+        num_full = num_computed // self._block_size
+        if num_full == sequence.num_published:
+            return
+        extend_hashes(sequence.hashes, sequence.tokens, self._block_size, sequence.request.cache_salt)
+        for index in range(sequence.num_published, num_full):
+            self._pool.publish(sequence.blocks[index], sequence.hashes[index])
+        sequence.num_published = num_full
+
+    def book_prefill(self, num_tokens: int, duration_s: float) -> None:
+        """A step computed that many prompt tokens."""
+        self._prefill_rate += _RATE_GAIN * (num_tokens / duration_s - self._prefill_rate)
+
+    def next_chunks(self, now: float) -> list[Chunk]:
         """The next step: rows of single tokens first, then chunks, within the token budget.
 
-        Sequences that decode all take part, whatever the budget: a step never skips a stream.
+        Sequences that decode all take part, whatever the budget: a step never skips a stream, unless
+        there is no block for its next token and nobody younger can give one.
+
+        Args:
+            now: `time.monotonic()` seconds.
         """
-        singles: list[Chunk] = []
-        prompts: list[Sequence] = []
-        for sequence in self._running.values():
-            if sequence.num_uncomputed == 1:
-                singles.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + 1))
-            else:
-                prompts.append(sequence)
+        singles = self._single_tokens()
+        prompts = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
+        prompts.sort(key=lambda s: -response_ratio(now - s.queued, s.num_uncomputed / self._prefill_rate))
         budget = self._step_tokens - len(singles)
         chunks = []
-        for sequence in sorted(prompts, key=_age):
+        for sequence in prompts:
             num_tokens = min(budget, sequence.num_uncomputed)
             if num_tokens <= 0:
                 break
             chunks.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + num_tokens))
             budget -= num_tokens
-        if not singles and not chunks and prompts:
-            raise IntegrityError("sequences run, and a step takes none of them")
         return singles + [c for c in chunks if c.num_tokens == 1] + [c for c in chunks if c.num_tokens > 1]
+
+    def _single_tokens(self) -> list[Chunk]:
+        """Oldest first: whoever gives way to an older one is not in the step yet."""
+        singles = []
+        for sequence in list(self._running):
+            if sequence.state is not SequenceState.RUNNING or sequence.num_uncomputed != 1:
+                continue
+            if self._has_room(sequence):
+                singles.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + 1))
+        return singles
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Gives a sequence the block that its next token needs, if need be at the cost of the youngest."""
+        if sequence.num_computed < len(sequence.blocks) * self._block_size:
+            return True
+        while self._pool.num_available == 0:
+            youngest = next((s for s in reversed(self._running) if s.may_give_way), sequence)
+            if youngest is self._running[0]:
+                # Hand-offs hold the rest, and will end.
+                return False
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.hold([*sequence.blocks, *self._pool.allocate(1)])
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self._take_blocks(sequence)
+        sequence.num_preemptions += 1
+        sequence.kv_source = KVSource.COMPUTE
+        sequence.state = SequenceState.WAITING
+        self.add(sequence)
 
     def waiting_prompt_tokens(self) -> int:
         """Tokens that are neither computed nor about to come by hand-off, over all sequences."""
-        waiting = sum(s.num_uncomputed for s in self._waiting if s.request.kv_source is KVSource.COMPUTE)
-        return waiting + sum(s.num_uncomputed for s in self._running.values() if s.num_uncomputed > 1)
+        waiting = sum(s.num_uncomputed for s in self._waiting if s.kv_source is KVSource.COMPUTE)
+        return waiting + sum(s.num_uncomputed for s in self._running if s.num_uncomputed > 1)
 
     def check_integrity(self) -> None:
-        """Raises:
-        IntegrityError: a block or a sequence is not where the books say.
         """
-        self._pool.check_integrity(sequence.blocks for sequence in self._admitted.values())
-        for sequence in self._admitted.values():
-            is_running = sequence.sequence_id in self._running
-            if is_running != (sequence.state is SequenceState.RUNNING):
-                raise IntegrityError(f"{sequence.sequence_id} is {sequence.state} and running: {is_running}")
-            if len(sequence.blocks) < -(-sequence.num_computed // self._block_size):
+        Raises:
+            IntegrityError: a block or a sequence is not where the books say.
+        """
+        self._pool.check_integrity(sequence.blocks for sequence in self._admitted)
+        running = {s for s in self._admitted if s.state is SequenceState.RUNNING}
+        if running != set(self._running) or len(running) != len(self._running):
+            raise IntegrityError("what runs is not what is scheduled")
+        if self._running != sorted(self._running, key=Sequence.age):
+            raise IntegrityError("the running sequences are not in order of age")
+        for sequence in self._admitted:
+            if len(sequence.blocks) * self._block_size < sequence.num_computed:
                 raise IntegrityError(f"{sequence.sequence_id} has more KV than blocks")
-        if any(sequence.state is not SequenceState.WAITING or sequence.blocks for sequence in self._waiting):
+        if any(s.state is not SequenceState.WAITING or s.blocks for s in self._waiting):
             raise IntegrityError("a waiting sequence holds blocks")

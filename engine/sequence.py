@@ -5,8 +5,9 @@ from enum import Enum
 
 import numpy as np
 
+from engine.block_hash import BlockHash
 from engine.block_pool import BlockId
-from engine.request import EngineRequest, FinishReason, RunUntil, SequenceId
+from engine.request import EngineRequest, FinishReason, KVSource, RunUntil, SequenceId
 
 
 class SequenceState(Enum):
@@ -33,20 +34,49 @@ class StageMarks:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request, its tokens so far, and the blocks with the KV of the first `num_computed` of them."""
+    """One sample of a request, its tokens so far, and the blocks with the KV of the first `num_computed`.
+
+    Attributes:
+        queued: when it began to wait for its first chunk, `time.monotonic()` seconds.
+        kv_source: the request's, until the sequence gives up its blocks: then it computes for itself.
+        num_cached: tokens whose KV was there when it was admitted.
+        num_published: of `blocks`, those that answer prefix lookups or whose content others answer for.
+        hashes: the names of the full blocks of `tokens`, as far as they were needed.
+    """
 
     request: EngineRequest
     tokens: list[int]
+    sample: int
+    kv_source: KVSource
+    queued: float
     num_computed: int = 0
+    num_cached: int = 0
+    num_published: int = 0
+    num_preemptions: int = 0
     state: SequenceState = SequenceState.WAITING
     blocks: list[BlockId] = field(default_factory=list)
     # The same as `blocks`, int64, as the tensors of a step are cut from it.
     block_table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    hashes: list[BlockHash] = field(default_factory=list)
     marks: StageMarks = field(default_factory=StageMarks)
 
     @classmethod
-    def of(cls, request: EngineRequest) -> "Sequence":
-        return cls(request, [*request.prompt, *request.generated])
+    def of(cls, request: EngineRequest, now: float) -> "Sequence":
+        return cls(
+            request=request,
+            tokens=[*request.prompt, *request.generated],
+            sample=request.sample,
+            kv_source=request.kv_source,
+            queued=now,
+        )
+
+    def age(self) -> tuple[float, SequenceId, int]:
+        """Smaller is older."""
+        return self.request.arrival_s, self.sequence_id, self.sample
+
+    def admission_order(self) -> tuple[bool, float, SequenceId, int]:
+        """Smaller is admitted first: what gave up its blocks comes before what never had any."""
+        return (self.num_preemptions == 0, *self.age())
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -66,6 +96,11 @@ class Sequence:
         if self.request.run_until is RunUntil.FIRST_TOKEN:
             return len(self.tokens)
         return len(self.request.prompt) + self.request.sampling.max_tokens - 1
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether its blocks may be taken: it runs, and nobody else reads them."""
+        return self.state is SequenceState.RUNNING and self.request.run_until is RunUntil.END
 
     def hold(self, blocks: list[BlockId]) -> None:
         self.blocks = blocks

@@ -108,15 +108,16 @@ class EngineThread:
         try:
             engine = self._build()
             self._loop.call_soon_threadsafe(_resolve, self._ready, engine)
-            while self._run_operations(engine):
-                self._step(engine)
+            is_idle = True
+            while self._run_operations(engine, is_idle):
+                is_idle = not self._step(engine)
         except Exception as caught:
             error = caught
         self._loop.call_soon_threadsafe(self._end, error)
 
-    def _run_operations(self, engine: Engine) -> bool:
-        """Runs what is queued, waiting for something when there is no work. False: it is time to stop."""
-        may_wait = not engine.has_work
+    def _run_operations(self, engine: Engine, is_idle: bool) -> bool:
+        """Runs what is queued; an idle engine waits for something. False: it is time to stop."""
+        may_wait = is_idle
         while may_wait or not self._operations.empty():
             operation = self._operations.get()
             if operation is None:
@@ -125,12 +126,14 @@ class EngineThread:
             may_wait = False
         return True
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: Engine) -> bool:
+        """False: there was nothing to compute, and will not be before an operation changes that."""
         granted = engine.admit()
         launched = engine.launch()
         result = engine.collect(launched) if launched is not None else None
         report = EngineReport(tuple(granted), result, engine.load())
         self._loop.call_soon_threadsafe(self._on_report, report)
+        return result is not None
 
     def _end(self, error: Exception | None) -> None:
         if not self._ready.done():

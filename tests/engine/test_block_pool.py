@@ -9,7 +9,7 @@ def test_allocates_distinct_blocks_until_none_is_free():
     pool = BlockPool(4)
     first, second = pool.allocate(3), pool.allocate(1)
     assert sorted(first + second) == [0, 1, 2, 3]
-    assert pool.num_free == 0
+    assert pool.num_available == 0
 
 
 def test_takes_nothing_when_it_cannot_give_all():
@@ -17,20 +17,20 @@ def test_takes_nothing_when_it_cannot_give_all():
     pool.allocate(2)
     with pytest.raises(OutOfBlocks):
         pool.allocate(3)
-    assert pool.num_free == 2
+    assert pool.num_available == 2
 
 
 def test_frees_a_shared_block_with_its_last_reference():
     pool = BlockPool(1)
     blocks = pool.allocate(1)
-    pool.share(blocks)
+    pool.hold(blocks)
     pool.release(blocks)
-    assert pool.num_free == 0
+    assert pool.num_available == 0
     pool.release(blocks)
-    assert pool.num_free == 1
+    assert pool.num_available == 1
 
 
-@pytest.mark.parametrize("act", [BlockPool.release, BlockPool.share])
+@pytest.mark.parametrize("act", [BlockPool.release, BlockPool.hold])
 def test_refuses_to_touch_a_block_that_nobody_holds(act):
     pool = BlockPool(2)
     with pytest.raises(IntegrityError):
@@ -56,10 +56,10 @@ def test_books_agree_after_any_history(history):
     pool = BlockPool(16)
     tables: list[list[int]] = []
     for act, size in history:
-        if act == "allocate" and size <= pool.num_free:
+        if act == "allocate" and size <= pool.num_available:
             tables.append(pool.allocate(size))
         elif act == "share" and size < len(tables):
-            pool.share(tables[size])
+            pool.hold(tables[size])
             tables.append(list(tables[size]))
         elif act == "release" and size < len(tables):
             pool.release(tables.pop(size))

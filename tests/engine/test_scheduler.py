@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,11 +17,10 @@ def sequence(name: str, prompt: int, output: int = 1, age: float = 0, **fields) 
     request = EngineRequest(
         sequence_id=SequenceId(name),
         prompt=tuple(range(prompt)),
-        sampling=SamplingParams(max_tokens=output),
         arrival_s=age,
-        **fields,
+        **{"sampling": SamplingParams(max_tokens=output), **fields},
     )
-    return Sequence.of(request)
+    return Sequence.of(request, now=0.0)
 
 
 def scheduler(num_blocks: int = 100, step_tokens: int = 16, max_running: int = 100) -> Scheduler:
@@ -30,10 +31,10 @@ def scheduler(num_blocks: int = 100, step_tokens: int = 16, max_running: int = 1
 
 def take_step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     """Computes the next step's tokens; a sequence that samples gets token 0."""
-    chunks = scheduler.next_chunks()
+    chunks = scheduler.next_chunks(now=0.0)
     for chunk in chunks:
         samples = chunk.samples
-        chunk.sequence.num_computed = chunk.token_end
+        scheduler.book_computed(chunk.sequence, chunk.token_end)
         if samples:
             chunk.sequence.tokens.append(0)
     return [(c.sequence.sequence_id, c.token_start, c.token_end) for c in chunks]
@@ -101,10 +102,163 @@ def test_a_removed_sequence_makes_room_for_the_next():
     assert s.admit() == [second]
 
 
-def test_blocks_cover_prompt_and_output_but_the_last_token():
-    assert scheduler().blocks_needed(sequence("a", prompt=4, output=1)) == 1
-    assert scheduler().blocks_needed(sequence("a", prompt=4, output=2)) == 2
-    assert scheduler().blocks_needed(sequence("a", prompt=4, output=100, run_until=RunUntil.FIRST_TOKEN)) == 1
+def test_a_sequence_gets_a_block_when_it_has_filled_the_last():
+    s = scheduler()
+    growing = sequence("a", prompt=4, output=9)
+    s.add(growing)
+    s.admit()
+    lengths = []
+    for _ in range(9):
+        take_step(s)
+        lengths.append(len(growing.blocks))
+    assert lengths == [1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def test_the_youngest_gives_its_blocks_to_an_older_one_and_comes_back_first():
+    s = scheduler(num_blocks=5)
+    old, young, new = sequence("old", 8, 9, age=1), sequence("young", 4, 9, age=2), sequence("new", 4, 9)
+    s.add(old)
+    s.add(young)
+    s.admit()
+    for _ in range(5):
+        take_step(s)
+    assert (len(old.blocks), len(young.blocks)) == (3, 2)
+    take_step(s)
+    assert (len(old.blocks), young.blocks, young.state) == (4, [], SequenceState.WAITING)
+    assert young.num_uncomputed == len(young.tokens) > 4
+    s.add(new)
+    s.remove(old)
+    assert s.admit()[0] is young
+    assert s.num_preemptions == 1
+
+
+def test_the_oldest_never_gives_its_blocks_up():
+    s = scheduler(num_blocks=3)
+    oldest, importing = sequence("a", 4, 9), sequence("b", 4, 9, age=1, kv_source=KVSource.HANDOFF)
+    s.add(oldest)
+    s.add(importing)
+    s.admit()
+    for _ in range(5):
+        take_step(s)
+    assert take_step(s) == []
+    assert oldest.state is SequenceState.RUNNING
+    s.remove(importing)
+    assert take_step(s) == [("a", 8, 9)]
+
+
+def test_newcomers_leave_a_block_for_everyone_that_runs():
+    s = scheduler(num_blocks=3)
+    s.add(sequence("a", prompt=4, output=9))
+    s.add(sequence("b", prompt=4, output=9, age=1))
+    s.add(sequence("c", prompt=4, output=9, age=2))
+    assert [x.sequence_id for x in s.admit()] == ["a", "b"]
+
+
+def test_a_short_prompt_goes_before_a_long_one_that_came_earlier():
+    """Conformance 21."""
+    s = scheduler(step_tokens=8)
+    s.add(sequence("long", prompt=40))
+    s.add(sequence("short", prompt=6, age=1))
+    s.admit()
+    assert [c.sequence.sequence_id for c in s.next_chunks(now=0.01)] == ["short", "long"]
+
+
+@pytest.mark.parametrize(("short_came", "first"), [(0.0, "short"), (99.0, "long")])
+def test_a_long_prompt_that_has_waited_goes_before_a_short_newcomer(short_came, first):
+    s = scheduler(num_blocks=1000, step_tokens=8)
+    long, short = sequence("long", prompt=400), sequence("short", prompt=6, age=1)
+    short.queued = short_came
+    s.add(long)
+    s.add(short)
+    s.admit()
+    assert s.next_chunks(now=100.0)[0].sequence.sequence_id == first
+
+
+def run_to_end(s: Scheduler, *sequences: Sequence) -> None:
+    for each in sequences:
+        s.add(each)
+    s.admit()
+    while any(each.num_generated < each.request.sampling.max_tokens for each in sequences):
+        for chunk in s.next_chunks(now=0.0):
+            samples = chunk.samples
+            s.book_computed(chunk.sequence, chunk.token_end)
+            if samples:
+                chunk.sequence.tokens.append(0)
+    for each in sequences:
+        s.remove(each)
+
+
+def test_a_prefix_that_was_computed_before_is_shared():
+    s = scheduler()
+    run_to_end(s, sequence("first", prompt=10))
+    again = sequence("again", prompt=10)
+    s.add(again)
+    s.admit()
+    assert (again.num_cached, again.num_computed) == (8, 8)
+    assert take_step(s) == [("again", 8, 10)]
+    assert (s.prefix_query_tokens, s.prefix_hit_tokens) == (20, 8)
+
+
+def test_two_that_run_share_the_blocks_of_their_prefix():
+    s = scheduler(num_blocks=6)
+    run_to_end(s, sequence("first", prompt=12))
+    one, two = sequence("one", prompt=11), sequence("two", prompt=11, age=1)
+    s.add(one)
+    s.add(two)
+    s.admit()
+    assert one.blocks[:2] == two.blocks[:2]
+    assert one.blocks[2] != two.blocks[2]
+    s.check_integrity()
+
+
+def test_the_last_token_is_computed_even_if_all_is_cached():
+    s = scheduler()
+    run_to_end(s, sequence("first", prompt=8))
+    again = sequence("again", prompt=8)
+    s.add(again)
+    s.admit()
+    assert take_step(s) == [("again", 4, 8)]
+
+
+def test_an_import_needs_none_of_what_is_cached():
+    s = scheduler()
+    run_to_end(s, sequence("first", prompt=8))
+    imported = sequence("imported", prompt=8, kv_source=KVSource.HANDOFF)
+    s.add(imported)
+    s.admit()
+    assert imported.num_cached == 8
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "tenant"}, {"sampling": SamplingParams(max_tokens=1, prompt_logprobs=0)}]
+)
+def test_another_salt_or_wanted_prompt_logprobs_find_nothing(other):
+    s = scheduler()
+    run_to_end(s, sequence("first", prompt=10))
+    again = sequence("again", prompt=10, **other)
+    s.add(again)
+    s.admit()
+    assert again.num_cached == 0
+
+
+def test_generated_tokens_are_found_by_the_next_turn():
+    s = scheduler()
+    first = sequence("first", prompt=6, output=7)
+    run_to_end(s, first)
+    turn = Sequence.of(replace(first.request, sequence_id=SequenceId("t"), prompt=(*first.tokens, 5)), now=0)
+    s.add(turn)
+    s.admit()
+    assert turn.num_cached == 12
+
+
+def test_cached_blocks_are_evicted_oldest_and_from_the_end_when_blocks_are_short():
+    s = scheduler(num_blocks=4)
+    run_to_end(s, sequence("first", prompt=8))
+    run_to_end(s, sequence("other", prompt=12, cache_salt="x"))
+    again = sequence("again", prompt=9)
+    s.add(again)
+    s.admit()
+    assert again.num_cached == 4
 
 
 def test_an_importing_sequence_is_in_no_step_until_it_runs():
@@ -113,7 +267,7 @@ def test_an_importing_sequence_is_in_no_step_until_it_runs():
     s.add(imported)
     assert s.admit() == [imported]
     assert imported.state is SequenceState.IMPORTING
-    assert s.next_chunks() == []
+    assert s.next_chunks(now=0.0) == []
     imported.num_computed = 8
     imported.tokens.append(1)
     s.run(imported)
@@ -133,7 +287,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = scheduler(num_blocks=12, step_tokens=7, max_running=4)
+        self.pool = BlockPool(12)
+        self.scheduler = Scheduler(self.pool, block_size=BLOCK_SIZE, step_tokens=7, max_running=4)
         self.live: list[Sequence] = []
         self.count = 0
 
@@ -162,7 +317,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def complete_imports(self):
         for s in [s for s in self.live if s.state is SequenceState.IMPORTING]:
-            s.num_computed = len(s.tokens)
+            self.scheduler.book_computed(s, len(s.tokens))
             s.tokens.append(0)
             if s.request.sampling.max_tokens == 1:
                 self.scheduler.remove(s)
@@ -174,13 +329,15 @@ class AnyHistory(RuleBasedStateMachine):
     def step(self):
         self.scheduler.admit()
         streams = [s for s in self.live if s.state is SequenceState.RUNNING and s.num_uncomputed == 1]
-        chunks = self.scheduler.next_chunks()
-        assert {id(s) for s in streams} <= {id(c.sequence) for c in chunks}
+        chunks = self.scheduler.next_chunks(now=0.0)
+        skipped = [s for s in streams if s not in [c.sequence for c in chunks]]
+        for s in skipped:
+            assert s.state is SequenceState.WAITING or self.pool.num_available == 0
         assert sum(c.num_tokens for c in chunks) <= max(7, len(streams))
         for chunk in chunks:
             s, samples = chunk.sequence, chunk.samples
             assert len(s.blocks) * BLOCK_SIZE >= chunk.token_end
-            s.num_computed = chunk.token_end
+            self.scheduler.book_computed(s, chunk.token_end)
             if not samples:
                 continue
             s.tokens.append(0)
