@@ -47,7 +47,7 @@ class DecodeLeg(Leg):
         self._engine = engine
         self._layout = layout
         self._monitor = monitor
-        self._granted = asyncio.Event()
+        self._granted: asyncio.Future[int] = loop.create_future()
         # None: the sequence has its end.
         self._over: asyncio.Future[Drop | None] = loop.create_future()
 
@@ -69,15 +69,15 @@ class DecodeLeg(Leg):
         """Tokens whose KV comes."""
         return len(self._request.prompt) + len(self._request.generated)
 
-    async def reserve(self) -> None:
+    async def reserve(self) -> int:
         try:
             await self._engine.call(lambda engine: engine.submit(self._request))
         except InvalidRequest as error:
             raise HandoffDropped(Drop(DropCause.INVALID, str(error))) from error
-        await self._granted.wait()
+        return await asyncio.shield(self._granted)
 
-    def on_granted(self) -> None:
-        self._granted.set()
+    def on_granted(self, cached_tokens: int) -> None:
+        self._granted.set_result(cached_tokens)
 
     async def scatter(self, slices: Sequence[KVSlice]) -> None:
         if not await self._engine.call(lambda engine: self._import(engine, slices)):
@@ -89,10 +89,11 @@ class DecodeLeg(Leg):
 
     def _rows(self, piece: KVSlice) -> torch.Tensor:
         form = self._layout.layers[piece.layer][piece.tensor]
-        flat = torch.frombuffer(piece.data, dtype=self._layout.torch_dtype)
+        flat = torch.frombuffer(piece.data, dtype=form.torch_dtype)
         return flat.view(piece.token_count, form.num_heads, form.head_dim)
 
-    async def admit(self, first_token: int, kv_bytes: int) -> None:
+    async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
+        (first_token,) = first_tokens
         key = self._request.sequence_id
         try:
             await self._engine.call(

@@ -73,12 +73,13 @@ class ReadyChunk(NamedTuple):
 class KVListener(Protocol):
     """Is told, in the engine thread and in layer order, when a layer of the step's chunks is ready."""
 
-    def on_layer(self, layer: int, key: Tensor, value: Tensor, chunks: Sequence[ReadyChunk]) -> None:
-        """`key`, `value`: [num_tokens, num_kv_heads, head_dim], the whole step's rows, rotated as cached."""
+    def on_layer(self, layer: int, tensors: tuple[Tensor, ...], chunks: Sequence[ReadyChunk]) -> None:
+        """`tensors`: the whole step's rows as cached, in layout order, each [num_tokens, num_heads, head_dim]
+        of its layout."""
         ...
 
 
 class LayerHook(Protocol):
     """What the model calls after each layer has written its K and V."""
 
-    def __call__(self, layer: int, key: Tensor, value: Tensor) -> None: ...
+    def __call__(self, layer: int, tensors: tuple[Tensor, ...]) -> None: ...

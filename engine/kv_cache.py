@@ -25,15 +25,15 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = device
         self._pages = tuple(
-            tuple(self._zeros(self._page_shape(tensor)) for tensor in layer) for layer in layout.layers
+            tuple(self._zeros(self._page_shape(tensor), tensor.torch_dtype) for tensor in layer)
+            for layer in layout.layers
         )
 
     def _page_shape(self, tensor: TensorLayout) -> tuple[int, int, int, int]:
         return (self.num_blocks, tensor.num_heads, self.layout.block_size, tensor.head_dim)
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """On a CPU from calloc: memory that no block has used yet takes no room, unlike torch.zeros."""
-        dtype = self.layout.torch_dtype
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -57,14 +57,18 @@ class KVCache:
         heads = torch.arange(num_heads, device=slots.device) * block_size
         return (first.unsqueeze(1) + heads).view(-1)
 
-    def write(self, layer: int, rows: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Stores a layer's `tensors`, each [num_tokens, num_heads, head_dim], at their `rows`.
+    def write(self, layer: int, rows: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Stores a layer's K and V, each [num_tokens, num_heads, head_dim], at their `rows`.
 
         For tensors that all have the same number of heads: `rows` are computed once for all layers.
+
+        Returns:
+            The rows as cached, in layout order.
         """
         for pages, data in zip(self._pages[layer], tensors, strict=True):
             head_dim = data.shape[-1]
             pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
+        return tensors
 
     def scatter(self, layer: int, index: int, slots: Tensor, data: Tensor) -> None:
         """Stores `data` [num_slots, num_heads, head_dim] in the layer's tensor `index`, at `slots` int64.
@@ -74,10 +78,10 @@ class KVCache:
         """
         tensor = self.layout.layers[layer][index]
         shape = (slots.shape[0], tensor.num_heads, tensor.head_dim)
-        if data.shape != shape or data.dtype != self.layout.torch_dtype:
+        if data.shape != shape or data.dtype != tensor.torch_dtype:
             raise ValueError(
                 f"{tensor.name} of layer {layer}: {tuple(data.shape)} {data.dtype} where "
-                f"{shape} {self.layout.torch_dtype} belongs"
+                f"{shape} {tensor.torch_dtype} belongs"
             )
         pages = self._pages[layer][index].view(-1, tensor.head_dim)
         pages.index_copy_(0, self.rows(slots, tensor.num_heads), data.reshape(-1, tensor.head_dim))

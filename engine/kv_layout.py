@@ -4,16 +4,33 @@ from dataclasses import dataclass
 
 import torch
 
+# What a model computes in.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What a tensor of the cache may be stored in.
+CACHED_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One named tensor of a layer: per token [num_heads, head_dim]."""
+    """One named tensor of a layer, as cached: per token [num_heads, head_dim] in a dtype of its own.
+
+    Attributes:
+        dtype: a key of `CACHED_DTYPES`.
+    """
 
     name: str
     num_heads: int
     head_dim: int
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return CACHED_DTYPES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.num_heads * self.head_dim * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +39,7 @@ class KVLayout:
 
     Attributes:
         model_fingerprint: hex digest of the model's configuration and weights.
-        dtype: a key of `DTYPES`.
+        dtype: of K and V as cached, for people; a tensor's own dtype is what counts.
         block_size: tokens in a block.
         layers: the tensors of each layer, in wire order.
     """
@@ -32,13 +49,9 @@ class KVLayout:
     block_size: int
     layers: tuple[tuple[TensorLayout, ...], ...]
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
     def layer_token_bytes(self, layer: int) -> int:
         """Bytes of one token in one layer, all its tensors."""
-        return sum(t.num_heads * t.head_dim for t in self.layers[layer]) * self.torch_dtype.itemsize
+        return sum(tensor.token_bytes for tensor in self.layers[layer])
 
     @property
     def token_bytes(self) -> int:

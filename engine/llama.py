@@ -64,7 +64,7 @@ class LlamaModel:
 
     @property
     def kv_tensors(self) -> tuple[tuple[TensorLayout, ...], ...]:
-        return self._config.kv_tensors
+        return self._config.kv_tensors(str(self.dtype).removeprefix("torch."))
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: KVCache, hook: LayerHook | None) -> Tensor:
@@ -105,9 +105,9 @@ class LlamaModel:
         swapped = rotated.roll(config.head_dim // 2, -1)
         rotated = torch.addcmul(rotated * cos, swapped, sin)
         query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        attention.write(index, key, value)
+        cached = attention.write(index, key, value)
         if hook is not None:
-            hook(index, key, value)
+            hook(index, cached)
         return attention.attend(index, query, key, value)
 
     def _add_mlp(self, layer: LayerWeights, hidden: Tensor) -> None:

@@ -21,12 +21,12 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, the activations and the KV cache."""
+        """Of the weights and the activations."""
         ...
 
     @property
     def kv_tensors(self) -> tuple[tuple[TensorLayout, ...], ...]:
-        """What each layer caches: the `layers` of this model's `KVLayout`."""
+        """The K and V of each layer, in this model's dtype."""
         ...
 
     def forward(self, batch: StepBatch, cache: KVCache, hook: LayerHook | None) -> Tensor:
@@ -34,8 +34,8 @@ class Model(Protocol):
 
         Args:
             hook: called after each layer's K and V are in the cache, before that layer's attention, with
-                `key` and `value` [num_tokens, num_kv_heads, head_dim] as cached. They may be strided
-                views of a larger tensor, and nothing changes them later.
+                the step's rows as cached: what `StepAttention.write` returned. They may be strided views
+                of a larger tensor, and nothing changes them later.
 
         Returns:
             [num_sampled, vocab_size] float32 logits of `batch.sampled_rows`.

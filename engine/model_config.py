@@ -64,10 +64,11 @@ class ModelConfig:
     max_model_len: int
     checkpoint_dtype: str
 
-    @property
-    def kv_tensors(self) -> tuple[tuple[TensorLayout, ...], ...]:
-        """What each layer caches."""
-        key, value = (TensorLayout(name, self.num_kv_heads, self.head_dim) for name in ("key", "value"))
+    def kv_tensors(self, dtype: str) -> tuple[tuple[TensorLayout, ...], ...]:
+        """The K and V of each layer, computed in `dtype`."""
+        key, value = (
+            TensorLayout(name, self.num_kv_heads, self.head_dim, dtype) for name in ("key", "value")
+        )
         return ((key, value),) * self.num_layers
 
 

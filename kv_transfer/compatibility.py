@@ -62,7 +62,9 @@ def _layout_differences(ours: KVLayout, theirs: KVLayout) -> Iterator[Difference
 
 
 def _describe(tensors: tuple[TensorLayout, ...]) -> str:
-    return ", ".join(f"{t.name}[{t.num_heads} heads of {t.head_dim}]" for t in tensors) or "no tensors"
+    return (
+        ", ".join(f"{t.name}[{t.num_heads} heads of {t.head_dim} {t.dtype}]" for t in tensors) or "no tensors"
+    )
 
 
 def layout_to_proto(layout: KVLayout) -> kv_pb2.KvLayout:
@@ -73,7 +75,9 @@ def layout_to_proto(layout: KVLayout) -> kv_pb2.KvLayout:
         layers=[
             kv_pb2.LayerLayout(
                 tensors=[
-                    kv_pb2.TensorLayout(name=t.name, num_heads=t.num_heads, head_dim=t.head_dim)
+                    kv_pb2.TensorLayout(
+                        name=t.name, num_heads=t.num_heads, head_dim=t.head_dim, dtype=t.dtype
+                    )
                     for t in tensors
                 ]
             )
@@ -89,7 +93,9 @@ def layout_from_proto(layout: kv_pb2.KvLayout) -> KVLayout:
         dtype=layout.dtype,
         block_size=layout.block_size,
         layers=tuple(
-            tuple(TensorLayout(t.name, t.num_heads, t.head_dim) for t in layer.tensors)
+            tuple(
+                TensorLayout(t.name, t.num_heads, t.head_dim, t.dtype or layout.dtype) for t in layer.tensors
+            )
             for layer in layout.layers
         ),
     )

@@ -2,8 +2,8 @@
 
 Header (48 bytes, little-endian): magic, version, number, layer_start, layer_count, token_start,
 token_count, zero, payload bytes, checksum. The checksum is xxh3_64 over every other byte of the frame.
-Payload: for each layer its tensors in layout order, each [token_count, num_heads, head_dim] in the
-layout's dtype.
+Payload: for each layer its tensors in layout order, each [token_count, num_heads, head_dim] in its own
+dtype.
 """
 
 import struct
@@ -54,7 +54,7 @@ class KVSlice(NamedTuple):
 
     Attributes:
         tensor: its place in the layer's layout.
-        data: [token_count, num_heads, head_dim] in the layout's dtype, as bytes.
+        data: [token_count, num_heads, head_dim] in the tensor's dtype, as bytes.
     """
 
     layer: int
@@ -120,7 +120,7 @@ def cut(frame: Frame, layout: KVLayout) -> tuple[KVSlice, ...]:
     offset = 0
     for layer in range(frame.layer_start, frame.layer_start + frame.layer_count):
         for tensor, form in enumerate(layout.layers[layer]):
-            num_bytes = frame.token_count * form.num_heads * form.head_dim * layout.torch_dtype.itemsize
+            num_bytes = frame.token_count * form.token_bytes
             data = payload[offset : offset + num_bytes]
             slices.append(KVSlice(layer, tensor, frame.token_start, frame.token_count, data))
             offset += num_bytes

@@ -113,9 +113,8 @@ class FramePacker:
         parts: list[memoryview] = []
         base = 0
         for form in self._layout.layers[piece.layer]:
-            row_bytes = form.num_heads * form.head_dim * self._layout.torch_dtype.itemsize
-            parts.append(piece.data[base + start * row_bytes : base + end * row_bytes])
-            base += piece.token_count * row_bytes
+            parts.append(piece.data[base + start * form.token_bytes : base + end * form.token_bytes])
+            base += piece.token_count * form.token_bytes
         return tuple(parts)
 
     def _number(

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch import ReadyChunk
 from engine.request import SequenceId
 
-# layer, token_start, token_end, and the layer's K rows then its V rows as bytes.
+# layer, token_start, token_end, and the rows of the layer's tensors, one tensor after the other, as bytes.
 KVSink = Callable[[int, int, int, memoryview], None]
 
 
@@ -31,10 +31,10 @@ class KVExport:
         """For the loop: what still comes of the sequence is dropped."""
         self._sinks.pop(sequence_id, None)
 
-    def on_layer(self, layer: int, key: Tensor, value: Tensor, chunks: Sequence[ReadyChunk]) -> None:
+    def on_layer(self, layer: int, tensors: tuple[Tensor, ...], chunks: Sequence[ReadyChunk]) -> None:
         for chunk in chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.token_end - chunk.token_start)
-            data = packed_bytes(key[rows], value[rows])
+            data = packed_bytes([tensor[rows] for tensor in tensors])
             self._loop.call_soon_threadsafe(self._deliver, chunk, layer, data)
 
     def _deliver(self, chunk: ReadyChunk, layer: int, data: memoryview) -> None:
@@ -43,9 +43,12 @@ class KVExport:
             sink(layer, chunk.token_start, chunk.token_end, data)
 
 
-def packed_bytes(key: Tensor, value: Tensor) -> memoryview:
-    """The bytes of K's rows, then of V's, in memory of their own."""
-    packed = torch.empty(key.numel() + value.numel(), dtype=key.dtype)
-    packed[: key.numel()].view(key.shape).copy_(key)
-    packed[key.numel() :].view(value.shape).copy_(value)
-    return packed.view(torch.uint8).numpy().data
+def packed_bytes(tensors: Sequence[Tensor]) -> memoryview:
+    """The bytes of each tensor after those of the one before, in memory of their own."""
+    packed = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8).numpy().data
+    offset = 0
+    for tensor in tensors:
+        part = torch.frombuffer(packed, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        part.view(tensor.shape).copy_(tensor)
+        offset += tensor.nbytes
+    return packed

@@ -110,7 +110,7 @@ class TorchStepAttention:
         self._cache = cache
         tensor = cache.layout.layers[0][0]
         self._num_kv_heads = tensor.num_heads
-        self._token_bytes = tensor.num_heads * tensor.head_dim * cache.layout.torch_dtype.itemsize
+        self._token_bytes = tensor.token_bytes
         self._block_size = cache.layout.block_size
         self._write_rows = cache.rows(batch.slots, tensor.num_heads)
         decode = batch.decode
@@ -148,7 +148,9 @@ class TorchStepAttention:
         # To the end of the last block: CUDA's kernels want an aligned mask.
         context_len = num_blocks * self._block_size
         masked = torch.arange(context_len, device=lens.device) >= lens.unsqueeze(1)
-        mask = torch.zeros(masked.shape, dtype=self._cache.layout.torch_dtype, device=lens.device)
+        mask = torch.zeros(
+            masked.shape, dtype=self._cache.layout.layers[0][0].torch_dtype, device=lens.device
+        )
         mask = mask.masked_fill_(masked, float("-inf")).view(len(group), 1, 1, context_len)
         return _DecodeGroup(rows, pages, len(group), context_len, mask)
 
@@ -156,8 +158,8 @@ class TorchStepAttention:
         is_whole = rows.num_rows == rows.context_len
         return _PrefillChunk(rows, None if is_whole else self._pages(rows.block_table))
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._cache.write(layer, self._write_rows, (key, value))
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return self._cache.write(layer, self._write_rows, (key, value))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_tokens, num_heads, head_dim = query.shape

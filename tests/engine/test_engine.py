@@ -71,20 +71,20 @@ class Wire:
     """Keeps the KV that an engine offers, as a hand-off would carry it."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[SequenceId, int, int, torch.Tensor, torch.Tensor]] = []
+        self.pieces: list[tuple[SequenceId, int, int, list[torch.Tensor]]] = []
 
-    def on_layer(self, layer, key, value, chunks) -> None:
+    def on_layer(self, layer, tensors, chunks) -> None:
         for chunk in chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.token_end - chunk.token_start)
-            piece = (layer, chunk.token_start, key[rows].clone(), value[rows].clone())
+            piece = (layer, chunk.token_start, [tensor[rows].clone() for tensor in tensors])
             self.pieces.append((chunk.sequence_id, *piece))
 
 
 def hand_off(wire: Wire, prefilled: Run, to: Run, *names: str) -> None:
     to.engine.admit()
-    for name, layer, token_start, key, value in wire.pieces:
-        assert to.engine.import_kv(name, layer, 0, token_start, key)
-        assert to.engine.import_kv(name, layer, 1, token_start, value)
+    for name, layer, token_start, tensors in wire.pieces:
+        for index, tensor in enumerate(tensors):
+            assert to.engine.import_kv(name, layer, index, token_start, tensor)
     for name in names:
         to.tokens[name] = [prefilled.held[name].first_token]
         assert to.engine.begin_decode(name, prefilled.held[name].first_token) is None
@@ -120,8 +120,8 @@ def test_changed_kv_changes_the_text(tiny_model):
     prefill.engine.submit(request("a", prompt_of(20), 12, run_until=RunUntil.FIRST_TOKEN))
     decode.engine.submit(request("a", prompt_of(20), 12, kv_source=KVSource.HANDOFF))
     prefill.to_end()
-    name, layer, token_start, key, value = wire.pieces[0]
-    wire.pieces[0] = (name, layer, token_start, key, -value)
+    name, layer, token_start, (key, value) = wire.pieces[0]
+    wire.pieces[0] = (name, layer, token_start, [key, -value])
     hand_off(wire, prefill, decode, "a")
     alone = Run(tiny_engine(tiny_model))
     alone.engine.submit(request("a", prompt_of(20), 12))

@@ -4,7 +4,12 @@ import torch
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout, TensorLayout
 
-LAYOUT = KVLayout("f", "float32", 4, ((TensorLayout("key", 3, 8), TensorLayout("value", 2, 6)),) * 2)
+LAYOUT = KVLayout(
+    "f",
+    "float32",
+    4,
+    ((TensorLayout("key", 3, 8, "float32"), TensorLayout("value", 2, 6, "float32")),) * 2,
+)
 SLOTS = torch.tensor([17, 3, 8, 0, 19])
 
 

@@ -157,9 +157,9 @@ def test_the_hook_sees_each_layers_kv_as_the_cache_holds_it(llama: Pair):
     slots = torch.cat([steps.slots(r) for r in rows])
     seen: list[int] = []
 
-    def hook(layer: int, key: Tensor, value: Tensor) -> None:
+    def hook(layer: int, tensors: tuple[Tensor, ...]) -> None:
         seen.append(layer)
-        for index, computed in enumerate((key, value)):
+        for index, computed in enumerate(tensors):
             assert torch.equal(steps.cache.gather(layer, index, slots), computed)
 
     steps.step(*rows, hook=hook)
@@ -171,7 +171,7 @@ def test_the_hook_runs_before_its_layers_attention(llama: Pair):
     steps.prefill(0, 39, 39)
     undisturbed = steps.step(Rows(0, 39, 40))
 
-    def hook(layer: int, key: Tensor, value: Tensor) -> None:
+    def hook(layer: int, tensors: tuple[Tensor, ...]) -> None:
         steps.cache.pages(layer, 1).zero_()
 
     assert not torch.allclose(steps.step(Rows(0, 39, 40), hook=hook), undisturbed)

@@ -13,17 +13,13 @@ from kv_transfer.packer import KVPiece
 def make_layout(
     *, num_layers: int = 3, num_heads: int = 2, head_dim: int = 4, dtype: str = "float32"
 ) -> KVLayout:
-    tensors = (TensorLayout("k", num_heads, head_dim), TensorLayout("v", num_heads, head_dim))
+    tensors = tuple(TensorLayout(name, num_heads, head_dim, dtype) for name in ("k", "v"))
     return KVLayout("f00d", dtype, 16, (tensors,) * num_layers)
 
 
 def empty_kv(layout: KVLayout, num_tokens: int) -> list[list[np.ndarray]]:
     """By layer and tensor, [num_tokens, bytes of a row] uint8."""
-    size = layout.torch_dtype.itemsize
-    return [
-        [np.zeros((num_tokens, t.num_heads * t.head_dim * size), np.uint8) for t in tensors]
-        for tensors in layout.layers
-    ]
+    return [[np.zeros((num_tokens, t.token_bytes), np.uint8) for t in tensors] for tensors in layout.layers]
 
 
 def write_slice(kv: list[list[np.ndarray]], piece: KVSlice) -> None:
