@@ -92,3 +92,9 @@ class KVCache:
         pages = self._pages[layer][index].view(-1, tensor.head_dim)
         found = pages.index_select(0, self.rows(slots, tensor.num_heads))
         return found.view(slots.shape[0], tensor.num_heads, tensor.head_dim)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Makes block `target` hold what block `source` holds, in every layer and tensor."""
+        for layer in self._pages:
+            for pages in layer:
+                pages[target].copy_(pages[source])

@@ -52,3 +52,15 @@ def test_takes_strided_data(cache: KVCache):
 def test_refuses_data_of_another_layout(cache: KVCache, data: torch.Tensor):
     with pytest.raises(ValueError, match="key of layer 0"):
         cache.scatter(0, 0, SLOTS, data)
+
+
+def test_copies_a_block_in_every_layer_and_tensor_and_changes_no_other(cache: KVCache):
+    places = [(layer, index) for layer in range(2) for index in range(2)]
+    for layer, index in places:
+        cache.pages(layer, index).normal_()
+    before = {place: cache.pages(*place).clone() for place in places}
+    cache.copy_block(3, 1)
+    for place in places:
+        assert torch.equal(cache.pages(*place)[1], before[place][3])
+        others = [0, 2, 3, 4]
+        assert torch.equal(cache.pages(*place)[others], before[place][others])
