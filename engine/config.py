@@ -16,9 +16,14 @@ class EngineConfig(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Of weights, activations and KV. auto: the checkpoint's, if the device computes it fast.",
+        description="Of weights and activations. auto: the checkpoint's, if the device computes it fast.",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.")
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto",
+        description="Of K and V in the cache and in hand-offs, the same in both pools. auto: the model's. "
+        "int8, fp8: a scale for each token and head beside 8-bit values, about half of bfloat16's bytes.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_bytes: int | None = Field(
         default=None,

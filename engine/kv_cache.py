@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_layout import KVLayout, TensorLayout
+from engine.kv_quantization import LARGEST, quantize
 
 _ALIGNMENT_BYTES = 64
 
@@ -24,6 +25,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
+        self.is_quantized = layout.layers[0][0].torch_dtype in LARGEST
         self._pages = tuple(
             tuple(self._zeros(self._page_shape(tensor), tensor.torch_dtype) for tensor in layer)
             for layer in layout.layers
@@ -45,6 +47,12 @@ class KVCache:
         """[num_blocks, num_heads, block_size, head_dim] of the layer's tensor `index` (layout order)."""
         return self._pages[layer][index]
 
+    def scales(self, layer: int, index: int) -> Tensor | None:
+        """[num_blocks, num_heads, block_size, 1] of K or V `index`; None: the cache is not quantized."""
+        if not self.is_quantized:
+            return None
+        return self._pages[layer][index + len(self._pages[layer]) // 2]
+
     def rows(self, slots: Tensor, num_heads: int) -> Tensor:
         """Where the heads of `slots` lie in pages seen as [num_blocks * num_heads * block_size, head_dim].
 
@@ -58,17 +66,24 @@ class KVCache:
         return (first.unsqueeze(1) + heads).view(-1)
 
     def write(self, layer: int, rows: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Stores a layer's K and V, each [num_tokens, num_heads, head_dim], at their `rows`.
+        """Stores a layer's K and V, each [num_tokens, num_heads, head_dim], at their `rows`, quantized if
+        the layout says so.
 
         For tensors that all have the same number of heads: `rows` are computed once for all layers.
 
         Returns:
             The rows as cached, in layout order.
         """
-        for pages, data in zip(self._pages[layer], tensors, strict=True):
+        cached = self._quantized(layer, tensors) if self.is_quantized else tensors
+        for pages, data in zip(self._pages[layer], cached, strict=True):
             head_dim = data.shape[-1]
             pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
-        return tensors
+        return cached
+
+    def _quantized(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        forms = self.layout.layers[layer][: len(tensors)]
+        pairs = [quantize(data, form.torch_dtype) for data, form in zip(tensors, forms, strict=True)]
+        return (*(stored for stored, _ in pairs), *(scale for _, scale in pairs))
 
     def scatter(self, layer: int, index: int, slots: Tensor, data: Tensor) -> None:
         """Stores `data` [num_slots, num_heads, head_dim] in the layer's tensor `index`, at `slots` int64.

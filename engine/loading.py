@@ -1,6 +1,5 @@
 """An engine from a model's folder."""
 
-from pathlib import Path
 
 import psutil
 import torch
@@ -12,7 +11,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine, EngineLimits
 from engine.kv_cache import KVCache
 from engine.kv_layout import DTYPES, KVLayout
+from engine.kv_quantization import quantized_layers
 from engine.llama import LlamaModel
+from engine.llama_config import llama_config
+from engine.model import Model
 from engine.model_config import ModelConfig, ModelError, read_model_config
 
 _CPU_SHARE, _CPU_LIMIT_BYTES = 0.15, 4 << 30
@@ -30,15 +32,8 @@ def load_engine(config: EngineConfig, listener: KVListener | None = None) -> Eng
     device = _device(config.device)
     dtype = _dtype(config.dtype, model_config, device)
     max_model_len = _max_model_len(config, model_config)
-    model = LlamaModel.load(
-        config.model_path,
-        model_config,
-        dtype=DTYPES[dtype],
-        device=device,
-        attention=TorchAttention(),
-        max_positions=max_model_len,
-    )
-    layout = KVLayout(model_fingerprint(config.model_path), dtype, config.block_size, model.kv_tensors)
+    model = load_model(model_config, dtype=DTYPES[dtype], device=device, max_positions=max_model_len)
+    layout = _layout(config, dtype, model)
     num_blocks = (config.kv_cache_bytes or _default_kv_bytes(device)) // (
         layout.token_bytes * config.block_size
     )
@@ -53,6 +48,41 @@ def load_engine(config: EngineConfig, listener: KVListener | None = None) -> Eng
         model_config.eos_token_ids,
         EngineLimits(max_model_len, config.step_tokens, config.max_running),
         listener,
+    )
+
+
+def _layout(config: EngineConfig, dtype: str, model: Model) -> KVLayout:
+    """`dtype`: what the model computes in."""
+    fingerprint = model_fingerprint(config.model_path)
+    if config.kv_dtype == "auto":
+        return KVLayout(fingerprint, dtype, config.block_size, model.kv_tensors)
+    layers = quantized_layers(model.kv_tensors, config.kv_dtype)
+    return KVLayout(fingerprint, config.kv_dtype, config.block_size, layers)
+
+
+def load_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int
+) -> Model:
+    """The lean decoder where it can, else transformers' own modules.
+
+    Raises:
+        UnsupportedModel, CorruptCheckpoint: the model cannot be run.
+    """
+    lean = llama_config(config)
+    if lean is None:
+        # Not above: transformers' modeling code takes seconds to import, which the lean path need not pay.
+        from engine.transformers_model import TransformersModel
+
+        return TransformersModel.load(
+            config, dtype=dtype, device=device, attention=TorchAttention(), max_positions=max_positions
+        )
+    return LlamaModel.load(
+        config.folder,
+        lean,
+        dtype=dtype,
+        device=device,
+        attention=TorchAttention(),
+        max_positions=max_positions,
     )
 
 

@@ -16,12 +16,19 @@ _CUDA_GROUP_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """Of a layer's K pages. `token_bytes`: of one token's K in them; `dtype`: of the products with Q."""
+    """Of a layer's K pages.
+
+    Attributes:
+        token_bytes: of one token's K as attention reads it.
+        dtype: of the products with Q.
+        is_lossy: K and V read from the pages are not quite those written.
+    """
 
     num_kv_heads: int
     block_size: int
     token_bytes: int
     dtype: torch.dtype
+    is_lossy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A chunk. `pages`: [num_kv_heads * num_blocks] as above; None: the chunk is its whole context.
+    """A chunk. `pages`: [num_kv_heads * num_blocks] as above; None: its whole context is at hand.
 
     Blocks that no row of it sees are left out of `rows.block_table` and `rows.context_len`.
     """
@@ -152,8 +159,10 @@ def _visible_chunk(rows: PrefillRows, block_size: int, window: int | None) -> Pr
 
 
 def _plan_chunk(rows: PrefillRows, shape: PageShape) -> PrefillChunk:
-    is_whole = rows.num_rows == rows.context_len
-    return PrefillChunk(rows, None if is_whole else _pages(rows.block_table, shape.num_kv_heads))
+    # What is lossy is read back even here, so that a text does not depend on how its prompt was cut into
+    # chunks, handed off or found in a prefix cache.
+    is_at_hand = rows.num_rows == rows.context_len and not shape.is_lossy
+    return PrefillChunk(rows, None if is_at_hand else _pages(rows.block_table, shape.num_kv_heads))
 
 
 def _pages(block_table: Tensor, num_kv_heads: int) -> Tensor:

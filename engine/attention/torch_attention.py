@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.attention import PLAIN, AttentionForm
+from engine.attention.page_reader import PageReader
 from engine.attention.step_plan import DecodeGroup, PageShape, StepPlan, longest_context, plan_step
 from engine.batch import StepBatch
 from engine.kv_cache import KVCache
@@ -23,31 +24,12 @@ class TorchAttention:
     """
 
     def __init__(self) -> None:
-        # All grow on demand and are kept: fresh memory of this size costs more than the copy into it.
-        self._scratch: dict[int, Tensor] = {}
-        # By window.
+        self.reader = PageReader()
+        # By window; they grow on demand.
         self._tile_masks: dict[int | None, Tensor] = {}
 
     def prepare(self, batch: StepBatch, cache: KVCache) -> "TorchStepAttention":
         return TorchStepAttention(self, batch, cache)
-
-    def gather(self, pages: Tensor, index: Tensor, which: int) -> Tensor:
-        """Copies pages [num_blocks, num_heads, block_size, head_dim], viewed as [num_blocks * num_heads, -1].
-
-        Args:
-            which: of two scratch buffers, overwritten by the next call with the same.
-
-        Returns:
-            [len(index), block_size * head_dim], in scratch memory.
-        """
-        width = pages.shape[2] * pages.shape[3]
-        size = index.shape[0] * width
-        scratch = self._scratch.get(which)
-        if scratch is None or scratch.numel() < size or scratch.dtype != pages.dtype:
-            scratch = torch.empty(size + size // 4, dtype=pages.dtype, device=pages.device)
-            self._scratch[which] = scratch
-        out = scratch[:size].view(-1, width)
-        return torch.index_select(pages.view(-1, width), 0, index, out=out)
 
     def tile_mask(self, num_rows: int, context_len: int, window: int | None, query: Tensor) -> Tensor:
         """[num_rows, context_len], 0 or -inf: the rows are the last of their context, in `query`'s dtype."""
@@ -113,29 +95,32 @@ class TorchStepAttention:
             if chunk.pages is None:
                 context = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)
             else:
-                context = self._context(layer, chunk.pages, 1, chunk.rows.context_len)
+                context = self._context(layer, chunk.pages, 1, chunk.rows.context_len, query.dtype)
                 context = context[0].squeeze(0), context[1].squeeze(0)
             self._attend_chunk(form, window, grouped_query[start:end], *context, grouped_out[start:end])
         return out
 
     def _plan(self, layer: int, window: int | None, dtype: torch.dtype) -> StepPlan:
         tensor = self._cache.layout.layers[layer][0]
-        wanted = (tensor.num_heads, tensor.token_bytes, window)
+        token_bytes = tensor.num_heads * tensor.head_dim * dtype.itemsize
+        wanted = (tensor.num_heads, token_bytes, window)
         plan = self._plans.get(wanted)
         if plan is None:
             block_size = self._cache.layout.block_size
-            shape = PageShape(tensor.num_heads, block_size, tensor.token_bytes, dtype)
+            shape = PageShape(tensor.num_heads, block_size, token_bytes, dtype, self._cache.is_quantized)
             plan = plan_step(self._batch, shape, window)
             self._plans[wanted] = plan
         return plan
 
-    def _context(self, layer: int, pages: Tensor, num_rows: int, context_len: int) -> tuple[Tensor, Tensor]:
-        """K and V [num_rows, num_kv_heads, context_len, head_dim], in scratch memory."""
+    def _context(
+        self, layer: int, pages: Tensor, num_rows: int, context_len: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """K and V [num_rows, num_kv_heads, context_len, head_dim] in `dtype`, in scratch memory."""
         key, value = (
-            self._attention.gather(stored, pages, which).view(
-                num_rows, stored.shape[1], -1, stored.shape[-1]
+            self._attention.reader.read(self._cache, layer, index, pages, dtype).view(
+                num_rows, tensor.num_heads, -1, tensor.head_dim
             )[:, :, :context_len]
-            for which, stored in enumerate((self._cache.pages(layer, 0), self._cache.pages(layer, 1)))
+            for index, tensor in enumerate(self._cache.layout.layers[layer][:2])
         )
         return key, value
 
@@ -143,7 +128,7 @@ class TorchStepAttention:
         self, layer: int, group: DecodeGroup, form: AttentionForm, query: Tensor, out: Tensor
     ) -> None:
         """`query`, `out`: [num_decode, num_kv_heads, heads_per_kv_head, head_dim]."""
-        key, value = self._context(layer, group.pages, group.num_rows, group.context_len)
+        key, value = self._context(layer, group.pages, group.num_rows, group.context_len, query.dtype)
         if group.rows is not None:
             query = query.index_select(0, group.rows)
         sinks = None if form.sinks is None else form.sinks.view(*query.shape[1:3], 1)
