@@ -13,15 +13,51 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.errors import ErrorCode, RequestError
+from router.errors import ErrorCode, RequestError, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call that an assistant's message made."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation; `role` is what the template knows: "system", "user", "assistant"."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: what the template knows: "system", "user", "assistant", "tool".
+        tool_call_id: of the call that a tool's message answers; "": it answers none.
+        name: of the speaker; "": none is given.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[PastCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def template_value(self) -> dict[str, object]:
+        """As transformers passes it to a template: a call's arguments are an object."""
+        value: dict[str, object] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            value["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            value["tool_call_id"] = self.tool_call_id
+        if self.name:
+            value["name"] = self.name
+        return value
 
 
 class _GenerationTag(Extension):
@@ -73,36 +109,75 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name."""
+    """A compiled template and the special tokens that it may name.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    Attributes:
+        tool_source: the template's text, as it is where there are tools.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
         """
+        Args:
+            tool_source: another template for conversations with tools.
+
         Raises:
-            ValueError: `source` is not a template.
+            ValueError: a source is not a template.
         """
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template does not compile: {error}") from error
+        self.tool_source = source if tool_source is None else tool_source
+        self._plain = _compiled(source)
+        self._with_tools = _compiled(self.tool_source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """The prompt that asks for the assistant's next turn.
 
+        Args:
+            tools: what the model may call, as transformers describes functions.
+
         Raises:
-            RequestError: INVALID_ARGUMENT, the template refuses these messages.
+            RequestError: INVALID_ARGUMENT, the template refuses these messages, or leaves the tools out.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [message.template_value() for message in messages]
+        if not tools:
+            return self._render(self._plain, turns, None)
+        text = self._render(self._with_tools, turns, tools)
+        if text == self._without_tools(turns):
+            raise invalid("tools", "the model's chat template has no place for them")
+        return text
+
+    def _without_tools(self, turns: Sequence[Mapping[str, object]]) -> str | None:
+        """None: the template cannot do without."""
         try:
-            return self._template.render(
+            return self._render(self._with_tools, turns, None)
+        except RequestError:
+            return None
+
+    def _render(
+        self,
+        template: jinja2.Template,
+        turns: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
+    ) -> str:
+        try:
+            return template.render(
                 messages=turns,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
         # A template runs arbitrary expressions on the client's words: whatever fails is about those words.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"messages: the chat template refuses them: {error}",
@@ -110,25 +185,40 @@ class ChatTemplate:
             ) from error
 
 
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template does not compile: {error}") from error
+
+
 def load_chat_template(
     folder: Path, tokenizer_config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Of a Hugging Face folder: chat_template.jinja, else tokenizer_config.json. None: the model has none.
+    """Of a Hugging Face folder: its .jinja files, else tokenizer_config.json. None: the model has none.
 
     Raises:
-        ValueError: the template does not compile.
+        ValueError: a template does not compile.
     """
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else _configured(tokenizer_config)
-    return None if source is None else ChatTemplate(source, special_tokens)
+    sources = _in_files(folder) or _configured(tokenizer_config)
+    default = sources.get("default")
+    return None if default is None else ChatTemplate(default, special_tokens, sources.get("tool_use"))
 
 
-def _configured(tokenizer_config: Mapping[str, object]) -> str | None:
-    """A template, or the one called "default" among several."""
+def _in_files(folder: Path) -> dict[str, str]:
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+
+
+def _configured(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    """One template, or several with names."""
     match tokenizer_config.get("chat_template"):
         case str() as source:
-            return source
+            return {"default": source}
         case list() as named:
-            return next((one["template"] for one in named if one.get("name") == "default"), None)
+            return {one["name"]: one["template"] for one in named}
         case _:
-            return None
+            return {}

@@ -1,8 +1,11 @@
 """What a router can be told."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+ToolCallFormat = Literal["auto", "hermes", "llama3", "none"]
 
 
 class RouterConfig(BaseModel):
@@ -33,4 +36,8 @@ class RouterConfig(BaseModel):
         default=0,
         ge=0,
         description="A prompt of at most this many tokens is prefilled where it decodes: no hand-off.",
+    )
+    tool_call_format: ToolCallFormat = Field(
+        default="auto",
+        description="How the model writes tool calls. auto: as its chat template; none: not read.",
     )

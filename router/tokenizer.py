@@ -63,21 +63,30 @@ class Tokenizer:
         """
         return await self._encode(text, add_special_tokens=True)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, object]] = (),
+        answer_start: str = "",
+    ) -> tuple[int, ...]:
         """The ids of a conversation. The template writes every special token itself, BOS included.
 
+        Args:
+            answer_start: what the answer already says.
+
         Raises:
-            RequestError: INVALID_ARGUMENT, there is no template or it refuses the messages.
+            RequestError: INVALID_ARGUMENT, there is no template, or it refuses the messages or the tools.
         """
-        if self._chat_template is None:
+        template = self._chat_template
+        if template is None:
             raise invalid("messages", "the model has no chat template; send a prompt instead")
-        length = sum(len(message.content) for message in messages)
-        if length <= INLINE_CHARS:
-            text = self._chat_template.render(messages)
+        length = sum(len(message.content) + len(message.tool_calls) * INLINE_CHARS for message in messages)
+        if length <= INLINE_CHARS and not tools:
+            text = template.render(messages)
         else:
             loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(self._threads, self._chat_template.render, messages)
-        return await self._encode(text, add_special_tokens=False)
+            text = await loop.run_in_executor(self._threads, template.render, messages, tools)
+        return await self._encode(text + answer_start, add_special_tokens=False)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
@@ -93,6 +102,14 @@ class Tokenizer:
         """The text of generated tokens: special tokens are left out."""
         kept = [id_ for id_ in token_ids if id_ not in self.special_ids]
         return self._backend.decode(kept, skip_special_tokens=False)
+
+    @property
+    def tool_template(self) -> str:
+        """The text of the chat template that has tools; "" without one."""
+        return "" if self._chat_template is None else self._chat_template.tool_source
+
+    def has_token(self, text: str) -> bool:
+        return self._backend.token_to_id(text) is not None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
