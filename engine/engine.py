@@ -28,6 +28,14 @@ class EngineLimits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class GrantedSequence:
+    """`cached_tokens`: its first tokens whose KV is in its blocks already."""
+
+    sequence_id: SequenceId
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """`index`: its place among the sequence's generated tokens."""
 
@@ -153,10 +161,28 @@ class Engine:
                 f"max_tokens: prompt and output need {needed} KV blocks, there are {self._pool.num_blocks}"
             )
 
-    def admit(self) -> list[SequenceId]:
+    def admit(self) -> list[GrantedSequence]:
         """Gives blocks to waiting sequences; returns those whose KV may now be imported."""
         admitted = self._scheduler.admit()
-        return [s.sequence_id for s in admitted if s.state is SequenceState.IMPORTING]
+        for sequence in admitted:
+            self._export_cached(sequence)
+        return [
+            GrantedSequence(s.sequence_id, s.num_cached)
+            for s in admitted
+            if s.state is SequenceState.IMPORTING
+        ]
+
+    def _export_cached(self, sequence: Sequence) -> None:
+        """Tells the listener of KV that leaves this engine and was there before the sequence."""
+        start, end = sequence.request.export_from, sequence.num_cached
+        listener = self._listener
+        if listener is None or sequence.request.run_until is not RunUntil.FIRST_TOKEN or start >= end:
+            return
+        slots = torch.from_numpy(sequence.slots(start, end, self.layout.block_size)).to(self._cache.device)
+        ready = [ReadyChunk(sequence.sequence_id, 0, start, end)]
+        for layer, tensors in enumerate(self.layout.layers):
+            cached = tuple(self._cache.gather(layer, index, slots) for index in range(len(tensors)))
+            listener.on_layer(layer, cached, ready)
 
     def remove(self, sequence_id: SequenceId) -> bool:
         """Cancels a sequence or lets a held one go, and frees its blocks. False: there is none."""
@@ -291,10 +317,11 @@ class Engine:
         ready = []
         first_row = 0
         for chunk in chunks:
-            if chunk.sequence.request.run_until is RunUntil.FIRST_TOKEN:
-                ready.append(
-                    ReadyChunk(chunk.sequence.sequence_id, first_row, chunk.token_start, chunk.token_end)
-                )
+            request = chunk.sequence.request
+            start = max(chunk.token_start, request.export_from)
+            if request.run_until is RunUntil.FIRST_TOKEN and start < chunk.token_end:
+                row = first_row + start - chunk.token_start
+                ready.append(ReadyChunk(request.sequence_id, row, start, chunk.token_end))
             first_row += chunk.num_tokens
         if listener is None or not ready:
             return None

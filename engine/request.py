@@ -87,6 +87,7 @@ class EngineRequest:
         sample: which of the request's samples; part of the noise's key.
         grammar: what the generated text must be.
         cache_salt: only requests with the same one share cached prefixes.
+        export_from: the receiver of a hand-off has the KV of the tokens before this one.
     """
 
     sequence_id: SequenceId
@@ -99,3 +100,4 @@ class EngineRequest:
     run_until: RunUntil = RunUntil.END
     grammar: "CompiledGrammar | None" = None
     cache_salt: str = ""
+    export_from: int = 0

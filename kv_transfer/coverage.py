@@ -33,10 +33,12 @@ class Coverage:
     comes in order costs one interval a layer.
     """
 
-    def __init__(self, num_layers: int, num_tokens: int) -> None:
+    def __init__(self, num_layers: int, num_tokens: int, first_token: int = 0) -> None:
+        """Tokens [first_token, num_tokens) of every layer are expected."""
+        self._first_token = first_token
         self._num_tokens = num_tokens
         self._intervals: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
-        self._missing = num_layers * num_tokens
+        self._missing = num_layers * (num_tokens - first_token)
 
     @property
     def complete(self) -> bool:
@@ -52,13 +54,14 @@ class Coverage:
             region.layer_count > 0
             and region.token_count > 0
             and region.layer_start >= 0
-            and region.token_start >= 0
+            and region.token_start >= self._first_token
             and region.layers.stop <= len(self._intervals)
             and region.token_end <= self._num_tokens
         )
         if not inside:
             raise BadRegion(
-                f"{region} is not inside {len(self._intervals)} layers, {self._num_tokens} tokens"
+                f"{region} is not inside {len(self._intervals)} layers, "
+                f"tokens {self._first_token} to {self._num_tokens}"
             )
         if any(self._overlaps(layer, region) for layer in region.layers):
             raise BadRegion(f"{region} is there already, or a part of it")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
+from typing import TypeVar
 
 from engine.kv_layout import KVLayout
 from kv_transfer.frame import DamagedFrame, Frame, cut
@@ -45,6 +46,8 @@ from kv_transfer.sink import HandoffDropped, HandoffSink
 from kv_transfer.transport import LinkBroken, ReceiverLink
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class HandoffInbound:
@@ -103,8 +106,8 @@ class HandoffInbound:
                     self._outbox.put_nowait(Credit(frames))
                 case ScatterFrame(frame):
                     self._spawn(self._scatter(frame))
-                case AdmitSequence(first_token, kv_bytes):
-                    self._spawn(self._admit(first_token, kv_bytes))
+                case AdmitSequence(first_tokens, kv_bytes):
+                    self._spawn(self._admit(first_tokens, kv_bytes))
                 case SendAccepted(kv_bytes):
                     self._outbox.put_nowait(Accepted(kv_bytes))
                 case EndLink(drop):
@@ -116,7 +119,15 @@ class HandoffInbound:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """However a task fails, the hand-off does not wait for it."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a hand-off failed at its receiver", exc_info=error)
+        self._feed(Dropped(Drop(DropCause.INTERNAL, repr(error))))
 
     def _on_dropped(self, dropped: asyncio.Future[Drop]) -> None:
         if not dropped.cancelled():
@@ -127,21 +138,22 @@ class HandoffInbound:
             self._feed(LinkEnded(broken.result()))
 
     async def _reserve(self) -> None:
-        drop = await self._attempt(self._sink.reserve())
-        self._feed(BlocksReserved() if drop is None else ReserveFailed(drop))
+        outcome = await self._attempt(self._sink.reserve())
+        self._feed(ReserveFailed(outcome) if isinstance(outcome, Drop) else BlocksReserved(outcome))
 
     async def _scatter(self, frame: Frame) -> None:
-        drop = await self._attempt(self._sink.scatter(cut(frame, self._layout)))
-        self._feed(ScatterDone(frame.number) if drop is None else ScatterFailed(frame.number, drop))
+        outcome = await self._attempt(self._sink.scatter(cut(frame, self._layout)))
+        failed = isinstance(outcome, Drop)
+        self._feed(ScatterFailed(frame.number, outcome) if failed else ScatterDone(frame.number))
 
-    async def _admit(self, first_token: int, kv_bytes: int) -> None:
-        drop = await self._attempt(self._sink.admit(first_token, kv_bytes))
-        self._feed(AdmitDone() if drop is None else AdmitFailed(drop))
+    async def _admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
+        outcome = await self._attempt(self._sink.admit(first_tokens, kv_bytes))
+        self._feed(AdmitFailed(outcome) if isinstance(outcome, Drop) else AdmitDone())
 
-    async def _attempt(self, call: Awaitable[None]) -> Drop | None:
-        """What the sink's call failed with, or None. Whatever it raises must end the grant."""
+    async def _attempt(self, call: Awaitable[T]) -> T | Drop:
+        """What the sink's call returned, or failed with. Whatever it raises must end the grant."""
         try:
-            await call
+            return await call
         except HandoffDropped as dropped:
             return dropped.drop
         except asyncio.CancelledError:
@@ -151,7 +163,6 @@ class HandoffInbound:
         except Exception as error:
             log.exception("a hand-off failed at its receiver")
             return Drop(DropCause.INTERNAL, repr(error))
-        return None
 
     async def _read_control(self) -> None:
         try:

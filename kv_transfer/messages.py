@@ -74,10 +74,12 @@ class Grant:
     Attributes:
         frame_credits: frames that may be under way at once, at least one.
         max_frame_bytes: of an encoded frame, header included.
+        cached_tokens: the receiver has the KV of that many first tokens; only what follows is sent.
     """
 
     frame_credits: int
     max_frame_bytes: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,10 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Frames 0 to num_frames - 1 are needed; the sequence goes on from `first_token`."""
+    """Frames 0 to num_frames - 1 are needed; each sample goes on from its first token."""
 
     num_frames: int
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

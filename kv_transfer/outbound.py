@@ -68,7 +68,7 @@ class HandoffOutbound:
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Accepted | Drop | Closed] = loop.create_future()
         self.released: asyncio.Future[None] = loop.create_future()
-        self._granted: asyncio.Future[None] = loop.create_future()
+        self._granted: asyncio.Future[int] = loop.create_future()
         self._peers = peers
         self._ticket = ticket
         self._sender = HandoffSender(peers.layout, ticket.num_tokens)
@@ -76,8 +76,11 @@ class HandoffOutbound:
         self._frames: asyncio.Queue[Frame | None] = asyncio.Queue()
         self._peer_lost = False
 
-    async def open(self) -> None:
-        """Connects, asks for blocks, and returns when the receiver granted them. Cancelling it cancels all.
+    async def open(self) -> int:
+        """Connects, asks for blocks, and waits for the receiver's grant. Cancelling it cancels all.
+
+        Returns:
+            How many first tokens the receiver has the KV of: only what follows is to be offered.
 
         Raises:
             HandoffEnded: with the outcome that came instead.
@@ -90,6 +93,7 @@ class HandoffOutbound:
             raise
         if self.outcome.done():
             raise HandoffEnded(self.outcome.result())
+        return self._granted.result()
 
     def offer(self, layer: int, token_start: int, token_end: int, payload: bytes | memoryview) -> None:
         """Sends the K and V of tokens [token_start, token_end) of a layer. Ignored after the outcome.
@@ -103,13 +107,13 @@ class HandoffOutbound:
         """
         self._feed(KVPiece(layer, token_start, token_end, memoryview(payload).cast("B")))
 
-    def commit(self, first_token: int) -> None:
+    def commit(self, first_tokens: tuple[int, ...]) -> None:
         """Every layer of every token was offered. Ignored after the outcome.
 
         Raises:
             ValueError: something was not.
         """
-        self._feed(CommitRequested(first_token))
+        self._feed(CommitRequested(first_tokens))
 
     def close(self, reason: CloseReason, detail: str = "") -> None:
         """Ends the hand-off; after `commit` that may be too late. Ignored after the outcome."""
@@ -130,12 +134,12 @@ class HandoffOutbound:
                     self._frames.put_nowait(None)
                 case SendOpen():
                     self._control.put_nowait(self._opening())
-                case SendCommit(num_frames, first_token):
-                    self._control.put_nowait(Commit(num_frames, first_token))
+                case SendCommit(num_frames, first_tokens):
+                    self._control.put_nowait(Commit(num_frames, first_tokens))
                 case SendClose(reason, detail):
                     self._control.put_nowait(Close(reason, detail))
-                case ReportGranted():
-                    self._granted.set_result(None)
+                case ReportGranted(cached_tokens):
+                    self._granted.set_result(cached_tokens)
                 case ReportOutcome(outcome):
                     self.outcome.set_result(outcome)
                 case ReleaseBlocks():

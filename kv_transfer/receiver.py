@@ -1,6 +1,6 @@
 """The receiver's half of a hand-off: events in, actions out. It knows no transport, engine or clock."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from engine.kv_layout import KVLayout
@@ -11,7 +11,9 @@ from kv_transfer.messages import CLOSE_CAUSES, Close, Commit, Drop, DropCause, G
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """The engine set aside blocks for the whole prompt."""
+    """The engine set aside blocks for the whole prompt; those of its first tokens hold their KV already."""
+
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class ScatterFrame:
 
 @dataclass(frozen=True, slots=True)
 class AdmitSequence:
-    first_token: int
+    first_tokens: tuple[int, ...]
     kv_bytes: int
 
 
@@ -208,9 +210,10 @@ class HandoffReceiver:
 
     def _while_reserving(self, event: ReceiverEvent) -> None:
         match event:
-            case BlocksReserved():
+            case BlocksReserved(cached_tokens):
                 self._state = ReceiverState.RECEIVING
-                self._actions.append(SendGrant(self._terms))
+                self._coverage = Coverage(len(self._token_bytes), self._num_tokens, cached_tokens)
+                self._actions.append(SendGrant(replace(self._terms, cached_tokens=cached_tokens)))
             case ReserveFailed(drop):
                 self._end(drop)
             case FrameArrived() | FrameDamaged() | FramesFinished() | Commit():
@@ -318,7 +321,7 @@ class HandoffReceiver:
             self._refuse("the commit's frames leave tokens or layers out")
         elif not self._scattering:
             self._state = ReceiverState.ADMITTING
-            self._actions.append(AdmitSequence(self._commit.first_token, self._kv_bytes))
+            self._actions.append(AdmitSequence(self._commit.first_tokens, self._kv_bytes))
 
     def _give_credit(self) -> None:
         """Credits go back a quarter of the window at a time: fewer messages, and the sender never stalls."""

@@ -14,7 +14,7 @@ from kv_transfer.packer import FrameLimitTooSmall, FramePacker, KVPiece
 class CommitRequested:
     """The first token is sampled; the K and V of every token were ready before."""
 
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class FinishFrames:
 @dataclass(frozen=True, slots=True)
 class SendCommit:
     num_frames: int
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ class SendClose:
 
 @dataclass(frozen=True, slots=True)
 class ReportGranted:
-    """Pieces may come."""
+    """Pieces of the tokens from `cached_tokens` on may come."""
+
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class HandoffSender:
 
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         self._layout = layout
+        self._num_tokens = num_tokens
         self._offered = Coverage(len(layout.layers), num_tokens)
         self._packer: FramePacker | None = None
         self._credits = 0
@@ -175,8 +178,8 @@ class HandoffSender:
                 self._take_acceptance(event)
             case KVPiece():
                 self._take_piece(event)
-            case CommitRequested(first_token):
-                self._commit(first_token)
+            case CommitRequested(first_tokens):
+                self._commit(first_tokens)
             case CloseRequested(reason, detail):
                 self._actions.append(SendClose(reason, detail))
                 self._end(Closed(reason))
@@ -186,7 +189,8 @@ class HandoffSender:
                 pass
 
     def _take_grant(self, grant: Grant) -> None:
-        if self._packer is not None or grant.frame_credits < 1:
+        has_sense = grant.frame_credits >= 1 and grant.cached_tokens <= self._num_tokens
+        if self._packer is not None or not has_sense:
             self._end(
                 Drop(DropCause.PUSH_BROKEN, f"the receiver sent a grant out of order or empty: {grant}")
             )
@@ -198,7 +202,8 @@ class HandoffSender:
             self._end(Drop(DropCause.INCOMPATIBLE, str(error)))
             return
         self._credits = grant.frame_credits
-        self._actions.append(ReportGranted())
+        self._offered = Coverage(len(self._layout.layers), self._num_tokens, grant.cached_tokens)
+        self._actions.append(ReportGranted(grant.cached_tokens))
 
     def _take_piece(self, piece: KVPiece) -> None:
         if self._packer is None or self._committed:
@@ -210,12 +215,12 @@ class HandoffSender:
         self._queue.extend(self._packer.add(piece))
         self._send_frames()
 
-    def _commit(self, first_token: int) -> None:
+    def _commit(self, first_tokens: tuple[int, ...]) -> None:
         if self._packer is None or self._committed or not self._offered.complete:
             raise ValueError("a commit needs every layer of every token, once")
         self._queue.extend(self._packer.flush())
         self._committed = True
-        self._actions.append(SendCommit(self._packer.num_frames, first_token))
+        self._actions.append(SendCommit(self._packer.num_frames, first_tokens))
         self._send_frames()
 
     def _take_acceptance(self, accepted: Accepted) -> None:

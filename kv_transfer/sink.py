@@ -57,8 +57,12 @@ class HandoffSink(Protocol):
 
     dropped: asyncio.Future[Drop]
 
-    async def reserve(self) -> None:
-        """Ends when the engine holds blocks for the whole prompt. Cancelled when the hand-off ends before."""
+    async def reserve(self) -> int:
+        """Ends when the engine holds blocks for the whole prompt. Cancelled when the hand-off ends before.
+
+        Returns:
+            How many first tokens' KV these blocks hold already.
+        """
         ...
 
     async def scatter(self, slices: Sequence[KVSlice]) -> None:
@@ -69,8 +73,8 @@ class HandoffSink(Protocol):
         """
         ...
 
-    async def admit(self, first_token: int, kv_bytes: int) -> None:
-        """Every layer of every token is scattered: ends when the sequence runs."""
+    async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
+        """Every layer of every token is scattered: ends when a sample runs for each first token."""
         ...
 
     def release(self, drop: Drop) -> None:

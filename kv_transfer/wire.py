@@ -41,8 +41,8 @@ def sender_message_to_proto(message: SenderMessage) -> kv_pb2.PushMessage:
                     num_tokens=message.num_tokens,
                 )
             )
-        case Commit(num_frames, first_token):
-            return kv_pb2.PushMessage(commit=kv_pb2.Commit(num_frames=num_frames, first_token=first_token))
+        case Commit(num_frames, first_tokens):
+            return kv_pb2.PushMessage(commit=kv_pb2.Commit(num_frames=num_frames, first_tokens=first_tokens))
         case Close(reason, detail):
             return kv_pb2.PushMessage(close=kv_pb2.Close(reason=_REASON_TO_PROTO[reason], detail=detail))
 
@@ -56,7 +56,7 @@ def sender_message_from_proto(message: kv_pb2.PushMessage) -> SenderMessage:
         case "open":
             return _open_from_proto(message.open)
         case "commit":
-            return Commit(message.commit.num_frames, message.commit.first_token)
+            return Commit(message.commit.num_frames, tuple(message.commit.first_tokens))
         case "close":
             reason = _REASON_FROM_PROTO.get(message.close.reason, CloseReason.FAILED)
             return Close(reason, message.close.detail)
@@ -79,9 +79,13 @@ def _open_from_proto(opening: kv_pb2.Open) -> Open:
 
 def receiver_message_to_proto(message: ReceiverMessage) -> kv_pb2.PushReply:
     match message:
-        case Grant(frame_credits, max_frame_bytes):
+        case Grant():
             return kv_pb2.PushReply(
-                grant=kv_pb2.Grant(frame_credits=frame_credits, max_frame_bytes=max_frame_bytes)
+                grant=kv_pb2.Grant(
+                    frame_credits=message.frame_credits,
+                    max_frame_bytes=message.max_frame_bytes,
+                    cached_tokens=message.cached_tokens,
+                )
             )
         case Credit(frames):
             return kv_pb2.PushReply(credit=kv_pb2.Credit(frames=frames))
@@ -96,10 +100,14 @@ def receiver_message_from_proto(message: kv_pb2.PushReply) -> ReceiverMessage:
     """
     match message.WhichOneof("message"):
         case "grant":
-            return Grant(message.grant.frame_credits, message.grant.max_frame_bytes)
+            return _grant_from_proto(message.grant)
         case "credit":
             return Credit(message.credit.frames)
         case "accepted":
             return Accepted(message.accepted.kv_bytes)
         case _:
             raise MalformedMessage("an empty PushReply")
+
+
+def _grant_from_proto(grant: kv_pb2.Grant) -> Grant:
+    return Grant(grant.frame_credits, grant.max_frame_bytes, grant.cached_tokens)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 from engine.engine import EndedSequence, HeldSequence
 from engine.request import InvalidRequest, RunUntil
@@ -77,10 +78,11 @@ class PrefillLeg(Leg):
             num_tokens=len(self._request.prompt) + len(self._request.generated),
         )
         async with self._window.turn(turn):
-            await self._handoff.open()
+            cached_tokens = await self._handoff.open()
             self._window.granted(turn)
+            request = replace(self._request, export_from=cached_tokens)
             self._export.attach(self._request.sequence_id, self._handoff.offer)
-            await self._engine.call(lambda engine: engine.submit(self._request))
+            await self._engine.call(lambda engine: engine.submit(request))
             computed = asyncio.create_task(self._computed.wait())
             try:
                 await asyncio.wait({computed, self._handoff.outcome}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +93,7 @@ class PrefillLeg(Leg):
 
     def on_held(self, held: HeldSequence) -> None:
         self._held = held
-        self._handoff.commit(held.first_token)
+        self._handoff.commit((held.first_token,))
         self._computed.set()
 
     def on_ended(self, ended: EndedSequence) -> None:

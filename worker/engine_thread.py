@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from engine.engine import Engine, EngineLoad, StepResult
-from engine.request import SequenceId
+from engine.engine import Engine, EngineLoad, GrantedSequence, StepResult
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ class EngineReport:
         step: None when there was nothing to compute.
     """
 
-    granted: tuple[SequenceId, ...]
+    granted: tuple[GrantedSequence, ...]
     step: StepResult | None
     load: EngineLoad
 

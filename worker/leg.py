@@ -66,8 +66,8 @@ class Leg(ABC):
     def close(self) -> None:
         """Frees what the leg holds. Called once."""
 
-    def on_granted(self) -> None:
-        """The sequence holds its blocks; a hand-off may fill them."""
+    def on_granted(self, cached_tokens: int) -> None:
+        """The sequence holds its blocks; a hand-off may fill those after its first `cached_tokens`."""
         raise AssertionError("this leg takes no hand-off")
 
     def on_held(self, held: HeldSequence) -> None:
@@ -163,9 +163,9 @@ class LegTable:
 
     def dispatch(self, report: EngineReport) -> None:
         """Hands an engine report to the legs it speaks of. What it says of one that is over is dropped."""
-        for key in report.granted:
-            if (leg := self._legs.get(key)) is not None:
-                leg.on_granted()
+        for granted in report.granted:
+            if (leg := self._legs.get(granted.sequence_id)) is not None:
+                leg.on_granted(granted.cached_tokens)
         if report.step is None:
             return
         for token in report.step.tokens:

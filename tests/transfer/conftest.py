@@ -100,7 +100,7 @@ class Wire:
         outbound = self.outbound(number, epoch=epoch)
         await outbound.open()
         self.offer_all(outbound)
-        outbound.commit(number)
+        outbound.commit((number,))
         outcome = await outbound.outcome
         await outbound.released
         return outcome

@@ -24,6 +24,7 @@ class MemorySink:
         kv: by layer and tensor, [num_tokens, bytes of a row] uint8.
         outcomes: all that were reported; a right hand-off reports one.
         ended: resolves with the first of them.
+        cached_tokens: what it says to have already.
     """
 
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
@@ -33,15 +34,17 @@ class MemorySink:
         self.outcomes: list[Drop | tuple[int, int]] = []
         self.ended: asyncio.Future[Drop | tuple[int, int]] = loop.create_future()
         self.holds_blocks = False
+        self.cached_tokens = 0
         self.scattering = 0
         self.reserve_gate, self.scatter_gate, self.admit_gate = open_gate(), open_gate(), open_gate()
         self.asked, self.first_scatter, self.admitting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.layer_0_came = asyncio.Event()
 
-    async def reserve(self) -> None:
+    async def reserve(self) -> int:
         self.asked.set()
         await self.reserve_gate.wait()
         self.holds_blocks = True
+        return self.cached_tokens
 
     async def scatter(self, slices: Sequence[KVSlice]) -> None:
         assert self.holds_blocks, "a scatter outside the grant"
@@ -55,10 +58,10 @@ class MemorySink:
                 self.layer_0_came.set()
         self.scattering -= 1
 
-    async def admit(self, first_token: int, kv_bytes: int) -> None:
+    async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         self.admitting.set()
         await self.admit_gate.wait()
-        self._end((first_token, kv_bytes))
+        self._end((first_tokens[0], kv_bytes))
 
     def release(self, drop: Drop) -> None:
         assert not self.scattering, "freed under a scatter"

@@ -59,7 +59,7 @@ async def committed_but_not_complete(scene: Scene) -> None:
     scene.sink.scatter_gate.clear()
     await scene.opening
     scene.wire.offer_all(scene.outbound)
-    scene.outbound.commit(7)
+    scene.outbound.commit((7,))
     await scene.sink.first_scatter.wait()
 
 
@@ -67,7 +67,7 @@ async def admitting(scene: Scene) -> None:
     scene.sink.admit_gate.clear()
     await scene.opening
     scene.wire.offer_all(scene.outbound)
-    scene.outbound.commit(7)
+    scene.outbound.commit((7,))
     await scene.sink.admitting.wait()
 
 
@@ -231,7 +231,7 @@ async def test_a_second_push_is_refused_and_the_first_goes_on(wire: Wire) -> Non
     await outbound.open()
     assert "ABORTED" in await refusal(wire.outbound())
     wire.offer_all(outbound)
-    outbound.commit(7)
+    outbound.commit((7,))
     assert isinstance(await outbound.outcome, Accepted)
     assert wire.prompt.equals(sink.kv)
 
@@ -301,7 +301,7 @@ async def test_a_strangers_frames_are_refused_and_the_hand_off_goes_on(wire: Wir
     stranger = await open_frames(wire, TransferId(SESSION, 1), b"guessed")
     assert stranger is grpc.StatusCode.PERMISSION_DENIED
     wire.offer_all(scene.outbound)
-    scene.outbound.commit(7)
+    scene.outbound.commit((7,))
     assert isinstance(await scene.outbound.outcome, Accepted)
     assert wire.prompt.equals(scene.sink.kv)
 

@@ -19,7 +19,7 @@ async def test_the_kv_arrives_as_it_was(wire: Wire, chunk_tokens: int) -> None:
     sink, outbound = await wire.submit(), wire.outbound()
     await outbound.open()
     wire.offer_all(outbound, chunk_tokens)
-    outbound.commit(7)
+    outbound.commit((7,))
     assert await outbound.outcome == Accepted(wire.prompt.kv_bytes)
     await outbound.released
     assert sink.outcomes == [(7, wire.prompt.kv_bytes)]
@@ -34,7 +34,7 @@ async def test_layers_of_megabytes_arrive_split_by_tokens() -> None:
     sink, outbound = await wire.submit(), wire.outbound()
     await outbound.open()
     wire.offer_all(outbound, 1500)
-    outbound.commit(7)
+    outbound.commit((7,))
     await outbound.outcome
     assert prompt.equals(sink.kv)
     await peers.close()
@@ -69,7 +69,7 @@ async def test_a_push_before_its_submit_waits_for_it(wire: Wire) -> None:
     sink = await wire.submit()
     await opening
     wire.offer_all(outbound)
-    outbound.commit(7)
+    outbound.commit((7,))
     assert await outbound.outcome == Accepted(wire.prompt.kv_bytes)
     assert wire.prompt.equals(sink.kv)
 

@@ -51,7 +51,7 @@ class Pair:
         self.layout = prompt.layout
         self.kv = empty_kv(prompt.layout, prompt.num_tokens)
         self.caller: deque = deque()
-        self.work = [*prompt.pieces(chunk_tokens), CommitRequested(3)]
+        self.work = [*prompt.pieces(chunk_tokens), CommitRequested((3,))]
         self.streams: dict[str, deque] = {name: deque() for name in ("control", "frames", "replies")}
         self.engine: list[BlocksReserved | AdmitDone | Frame] = []
         self.released = 0

@@ -83,16 +83,16 @@ def test_it_asks_for_blocks_for_the_whole_prompt_and_then_grants() -> None:
 
 def test_the_sequence_is_admitted_after_the_last_scatter() -> None:
     receiving = granted()
-    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), Commit(2, 9), ScatterDone(1))
-    assert receiving.feed(ScatterDone(0)) == [AdmitSequence(9, PROMPT.kv_bytes)]
+    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), Commit(2, (9,)), ScatterDone(1))
+    assert receiving.feed(ScatterDone(0)) == [AdmitSequence((9,), PROMPT.kv_bytes)]
     assert receiving.feed(AdmitDone()) == [SendAccepted(PROMPT.kv_bytes)]
 
 
 def test_a_commit_ahead_of_its_frames_waits_for_them() -> None:
     """Conformance 3."""
     receiving = granted()
-    receiving.feed(Commit(2, 9), FrameArrived(SECOND), ScatterDone(1), FrameArrived(FIRST))
-    assert receiving.feed(ScatterDone(0)) == [AdmitSequence(9, PROMPT.kv_bytes)]
+    receiving.feed(Commit(2, (9,)), FrameArrived(SECOND), ScatterDone(1), FrameArrived(FIRST))
+    assert receiving.feed(ScatterDone(0)) == [AdmitSequence((9,), PROMPT.kv_bytes)]
 
 
 def test_credits_return_when_frames_are_scattered() -> None:
@@ -141,11 +141,11 @@ def test_a_frame_before_the_grant_ends_the_hand_off() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        (FrameArrived(FIRST), ScatterDone(0), Commit(1, 9)),
-        (FrameArrived(FIRST), ScatterDone(0), FramesFinished(), Commit(2, 9)),
-        (FrameArrived(FIRST), ScatterDone(0), Commit(2, 9), FramesFinished()),
-        (FrameArrived(FIRST), ScatterDone(0), FrameArrived(SECOND), Commit(1, 9), ScatterDone(1)),
-        (Commit(2, 9), Commit(2, 9)),
+        (FrameArrived(FIRST), ScatterDone(0), Commit(1, (9,))),
+        (FrameArrived(FIRST), ScatterDone(0), FramesFinished(), Commit(2, (9,))),
+        (FrameArrived(FIRST), ScatterDone(0), Commit(2, (9,)), FramesFinished()),
+        (FrameArrived(FIRST), ScatterDone(0), FrameArrived(SECOND), Commit(1, (9,)), ScatterDone(1)),
+        (Commit(2, (9,)), Commit(2, (9,))),
     ],
     ids=["too few", "missing", "missing later", "unnamed frame", "twice"],
 )
@@ -183,7 +183,7 @@ def test_a_close_tells_its_reason() -> None:
 def test_after_a_complete_commit_the_sequence_runs_whatever_the_link_does(event: ReceiverEvent) -> None:
     """Conformance 3: an acknowledgement that is lost."""
     receiving = granted()
-    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), ScatterDone(0), ScatterDone(1), Commit(2, 9))
+    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), ScatterDone(0), ScatterDone(1), Commit(2, (9,)))
     receiving.feed(event, AdmitDone(), event)
     assert receiving.count(SendAccepted) == 1
     assert not receiving.count(FreeBlocks)
@@ -191,7 +191,7 @@ def test_after_a_complete_commit_the_sequence_runs_whatever_the_link_does(event:
 
 def test_an_admission_that_fails_frees_the_blocks() -> None:
     receiving = granted()
-    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), ScatterDone(0), ScatterDone(1), Commit(2, 9))
+    receiving.feed(FrameArrived(FIRST), FrameArrived(SECOND), ScatterDone(0), ScatterDone(1), Commit(2, (9,)))
     receiving.feed(AdmitFailed(LOST), AdmitDone())
     assert receiving.free() == LOST
     assert not receiving.count(SendAccepted)
@@ -281,7 +281,7 @@ class ReceiverInterleavings(RuleBasedStateMachine):
 
     @rule(num_frames=st.integers(0, 9))
     def commit(self, num_frames: int) -> None:
-        self.feed(Commit(num_frames, 1))
+        self.feed(Commit(num_frames, (1,)))
 
     @rule(
         event=st.sampled_from(

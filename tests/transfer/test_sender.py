@@ -53,7 +53,7 @@ class Sending:
 
 def sent_all(credits: int) -> Sending:
     sending = Sending()
-    sending.feed(Grant(credits, 1 << 20), *PROMPT.pieces(6), CommitRequested(7))
+    sending.feed(Grant(credits, 1 << 20), *PROMPT.pieces(6), CommitRequested((7,)))
     return sending
 
 
@@ -70,7 +70,7 @@ def test_a_commit_before_every_piece_is_the_callers_error() -> None:
     sending = Sending()
     sending.feed(Grant(1, 1 << 20), next(PROMPT.pieces(6)))
     with pytest.raises(ValueError, match="every layer"):
-        sending.feed(CommitRequested(7))
+        sending.feed(CommitRequested((7,)))
 
 
 def test_a_piece_of_the_wrong_length_is_the_callers_error() -> None:
@@ -98,7 +98,7 @@ def test_the_first_chunk_leaves_before_the_second_is_there() -> None:
 def test_the_commit_does_not_wait_for_credits() -> None:
     sending = Sending()
     sending.feed(Grant(1, SMALL), *PROMPT.pieces(6))
-    assert sending.feed(CommitRequested(7)) == [SendCommit(12, 7)]
+    assert sending.feed(CommitRequested((7,))) == [SendCommit(12, (7,))]
 
 
 def test_blocks_are_released_when_the_last_frame_has_left() -> None:
@@ -212,7 +212,7 @@ class SenderInterleavings(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.committed = True
-        self.feed(CommitRequested(1))
+        self.feed(CommitRequested((1,)))
 
     @precondition(lambda self: self.leaving)
     @rule(data=st.data())
