@@ -157,3 +157,29 @@ async def test_a_connection_that_broke_is_rebuilt(prompt: Prompt, peers: PeerPoo
     await wire.submit()
     assert isinstance(await wire.hand_off(), Accepted)
     await again.stop()
+
+
+@pytest.mark.parametrize("cached_tokens", [16, 39, 40])
+async def test_only_what_the_receiver_lacks_travels(wire: Wire, cached_tokens: int) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    sink.cached_tokens = cached_tokens
+    for layer, tensors in enumerate(wire.prompt.kv):
+        for tensor, rows in enumerate(tensors):
+            sink.kv[layer][tensor][:cached_tokens] = rows[:cached_tokens]
+    assert await outbound.open() == cached_tokens
+    for piece in wire.prompt.pieces(1):
+        if piece.token_start >= cached_tokens:
+            outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+    outbound.commit((7,))
+    sent = (wire.prompt.num_tokens - cached_tokens) * wire.prompt.layout.token_bytes
+    assert await outbound.outcome == Accepted(sent)
+    assert wire.prompt.equals(sink.kv)
+
+
+async def test_what_the_receiver_has_already_is_not_to_be_offered(wire: Wire) -> None:
+    sink, outbound = await wire.submit(), wire.outbound()
+    sink.cached_tokens = 16
+    await outbound.open()
+    with pytest.raises(ValueError, match="tokens 16 to 40"):
+        wire.offer_all(outbound)
+    outbound.cancel()
