@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.grammar import keep_allowed
+from engine.logit_adjustments import adjust
+from engine.logprobs import LogprobTensors, token_logprobs
 from engine.request import SamplingParams
+from engine.sampling_state import SamplingState
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -19,24 +24,53 @@ class SamplingRow:
     Attributes:
         sample: which of the request's samples.
         index: the place that the token will have among the generated ones.
-        banned: token ids that must not come now.
+        banned: token ids that must not come now; a grammar that allows no others is stronger.
+        state: penalties and grammar after the tokens so far; None if there are none.
     """
 
     params: SamplingParams
     sample: int
     index: int
     banned: frozenset[int]
+    state: SamplingState | None = None
+
+
+class Sampled(NamedTuple):
+    """Still on the device.
+
+    Attributes:
+        tokens: [num_rows] int64.
+        logprob_rows: the rows that ask for log probabilities.
+        logprobs: of these rows' tokens, in their order; None if there are none.
+    """
+
+    tokens: Tensor
+    logprob_rows: tuple[int, ...]
+    logprobs: LogprobTensors | None
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+    """The next token of each row of `logits` [num_rows, vocab] float32, which is overwritten.
+
+    The log probabilities are those of the logits as they come.
+    """
+    asking = [row for row, spec in enumerate(rows) if spec.params.logprobs is not None]
+    raw = logits[asking] if asking else None
+    tokens = sample_tokens(logits, rows)
+    if raw is None:
+        return Sampled(tokens, (), None)
+    counts = [rows[row].params.logprobs or 0 for row in asking]
+    return Sampled(tokens, tuple(asking), token_logprobs(raw, tokens[asking], counts))
 
 
 def sample_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """[num_rows, vocab] float32 logits to [num_rows] int64 token ids, on the logits' device.
+    """[num_rows, vocab] float32 logits, which are overwritten, to [num_rows] int64 token ids.
 
-    Temperature, then top-k, top-p and min-p, each over what the one before left (the order of
-    transformers), then the Gumbel-max trick: the noise makes the largest sum a draw from the softmax.
+    Penalties and biases, bans, the grammar; then temperature, top-k, top-p and min-p, each over what
+    the one before left (the order of transformers); then the Gumbel-max trick: the noise makes the largest
+    sum a draw from the softmax.
     """
-    for row, spec in enumerate(rows):
-        if spec.banned:
-            logits[row, list(spec.banned)] = -torch.inf
+    _restrict(logits, rows)
     drawn = [row for row, spec in enumerate(rows) if spec.params.temperature > 0]
     tokens = logits.argmax(dim=-1)
     if drawn:
@@ -44,6 +78,21 @@ def sample_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         kept = _keep_likely(logits[drawn], [spec.params for spec in specs])
         tokens[drawn] = (kept.double() + gumbel_noise(specs, kept.shape[-1], kept.device)).argmax(dim=-1)
     return tokens
+
+
+def _restrict(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Changes and drops logits, in place, only in the rows that ask for it."""
+    states = [(row, spec.state) for row, spec in enumerate(rows) if spec.state is not None]
+    adjusted = [(row, state.adjustments) for row, state in states if state.adjustments is not None]
+    if adjusted:
+        adjust(logits, [row for row, _ in adjusted], [adjustments.current() for _, adjustments in adjusted])
+    matched = [(row, state.matcher) for row, state in states if state.matcher is not None]
+    if matched:
+        allowed = [matcher.allowed(rows[row].banned) for row, matcher in matched]
+        keep_allowed(logits, [row for row, _ in matched], allowed)
+    for row, spec in enumerate(rows):
+        if spec.banned and (spec.state is None or spec.state.matcher is None):
+            logits[row, list(spec.banned)] = -torch.inf
 
 
 def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

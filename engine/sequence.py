@@ -7,7 +7,9 @@ import numpy as np
 
 from engine.block_hash import BlockHash
 from engine.block_pool import BlockId
+from engine.logprobs import PromptLogprobs
 from engine.request import EngineRequest, FinishReason, KVSource, RunUntil, SequenceId
+from engine.sampling_state import SamplingState
 
 
 class SequenceState(Enum):
@@ -42,6 +44,7 @@ class Sequence:
         num_cached: tokens whose KV was there when it was admitted.
         num_published: of `blocks`, those that answer prefix lookups or whose content others answer for.
         hashes: the names of the full blocks of `tokens`, as far as they were needed.
+        prompt_logprobs: gathered until they are told; None when nobody asked or they were told.
     """
 
     request: EngineRequest
@@ -59,6 +62,8 @@ class Sequence:
     block_table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     hashes: list[BlockHash] = field(default_factory=list)
     marks: StageMarks = field(default_factory=StageMarks)
+    prompt_logprobs: PromptLogprobs | None = None
+    _sampling_state: SamplingState | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, request: EngineRequest, now: float) -> "Sequence":
@@ -68,6 +73,7 @@ class Sequence:
             sample=request.sample,
             kv_source=request.kv_source,
             queued=now,
+            prompt_logprobs=_asked_prompt_logprobs(request),
         )
 
     def age(self) -> tuple[float, SequenceId, int]:
@@ -111,20 +117,41 @@ class Sequence:
         positions = np.arange(token_start, token_end)
         return self.block_table[positions // block_size] * block_size + positions % block_size
 
+    def sampling_state(self) -> SamplingState | None:
+        """After all `tokens`; None when neither penalties nor a grammar were asked for."""
+        if self._sampling_state is None and SamplingState.is_needed(self.request):
+            self._sampling_state = SamplingState(self.request)
+        if self._sampling_state is not None:
+            self._sampling_state.catch_up(self.tokens)
+        return self._sampling_state
+
     def banned_tokens(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """What must not be sampled next: the tokens that would end it, before `min_tokens`."""
+        """What must not be sampled next: the tokens that would end it, before `min_tokens`.
+
+        A grammar's text ends when it can only end, also if the model's own end is ignored: it is put off.
+        """
         sampling = self.request.sampling
+        ignored = eos_token_ids if sampling.ignore_eos and self.request.grammar is not None else frozenset()
         if self.num_generated >= sampling.min_tokens:
-            return frozenset()
-        return sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
+            return ignored
+        ends = frozenset() if sampling.ignore_eos else eos_token_ids
+        return sampling.stop_token_ids | ends | ignored
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the last token ends the sequence, or None. `min_tokens` is kept by the sampler's bans."""
         sampling = self.request.sampling
         last = self.tokens[-1]
-        is_stop = last in sampling.stop_token_ids or (not sampling.ignore_eos and last in eos_token_ids)
-        if is_stop:
+        heeds_eos = not sampling.ignore_eos or self.request.grammar is not None
+        if last in sampling.stop_token_ids or (heeds_eos and last in eos_token_ids):
             return FinishReason.STOP
         if self.num_generated >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def _asked_prompt_logprobs(request: EngineRequest) -> PromptLogprobs | None:
+    """Whoever computes the prompt first tells them: not the receiver of a hand-off."""
+    count = request.sampling.prompt_logprobs
+    if count is None or request.kv_source is KVSource.HANDOFF:
+        return None
+    return PromptLogprobs(request.prompt, count)
