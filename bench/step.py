@@ -21,8 +21,9 @@ from bench.machine import matmul_rate, read_rate
 from bench.report import Report
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.llama_config import LlamaConfig, llama_config
 from engine.loading import load_engine
-from engine.model_config import ModelConfig, read_model_config
+from engine.model_config import read_model_config
 from engine.request import EngineRequest, SamplingParams, SequenceId
 
 DECODE_STEPS = 16
@@ -32,7 +33,7 @@ DECODE_STEPS = 16
 class ModelCosts:
     """FLOPs and bytes of a model, from its shape alone."""
 
-    config: ModelConfig
+    config: LlamaConfig
     dtype: torch.dtype
 
     @property
@@ -121,7 +122,10 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     folder = model_store.resolve(model)
-    costs = ModelCosts(read_model_config(folder), getattr(torch, dtype))
+    config = llama_config(read_model_config(folder))
+    if config is None:
+        raise typer.BadParameter(f"{model}: only the Llama family's costs are known", param_hint="--model")
+    costs = ModelCosts(config, getattr(torch, dtype))
     cells = [(batch, prompt) for batch in numbers(batches) for prompt in numbers(prompts)]
     most_tokens = max(batch * (prompt + DECODE_STEPS + batch * 8 + 16) for batch, prompt in cells)
     engine = load_engine(

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.attention import Attention, StepAttention
+from engine.attention.attention import Attention, AttentionForm, StepAttention
 from engine.batch import LayerHook, StepBatch
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import KVCache
 from engine.kv_layout import TensorLayout
+from engine.llama_config import LlamaConfig
 from engine.llama_weights import LayerWeights, LlamaWeights, read_llama_weights
-from engine.model_config import ModelConfig
 
 
 class LlamaModel:
@@ -23,19 +23,20 @@ class LlamaModel:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: LlamaWeights, attention: Attention, max_positions: int
+        self, config: LlamaConfig, weights: LlamaWeights, attention: Attention, max_positions: int
     ) -> None:
         """`max_positions`: how long a sequence can be, in tokens."""
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._forms = tuple(AttentionForm(window=window) for window in config.windows)
         self._cos, self._sin = _rope_tables(config, max_positions, weights.embedding)
 
     @classmethod
     def load(
         cls,
         folder: Path,
-        config: ModelConfig,
+        config: LlamaConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -108,7 +109,7 @@ class LlamaModel:
         cached = attention.write(index, key, value)
         if hook is not None:
             hook(index, cached)
-        return attention.attend(index, query, key, value)
+        return attention.attend(index, query, key, value, self._forms[index])
 
     def _add_mlp(self, layer: LayerWeights, hidden: Tensor) -> None:
         gate_up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
@@ -126,7 +127,7 @@ def _add_linear(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | N
         hidden.add_(bias)
 
 
-def _rope_tables(config: ModelConfig, max_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _rope_tables(config: LlamaConfig, max_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines, and sines with the first half negated: [max_positions, 1, head_dim] each, `like`'s dtype."""
     frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
     angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * frequencies

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.checkpoint import Checkpoint
-from engine.model_config import ModelConfig
+from engine.llama_config import LlamaConfig
 
 # Old checkpoints store what is computed from the configuration.
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -44,7 +44,7 @@ class LlamaWeights:
     head: Tensor
 
 
-def read_llama_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
+def read_llama_weights(checkpoint: Checkpoint, config: LlamaConfig) -> LlamaWeights:
     """Raises:
     CorruptCheckpoint: a tensor is missing, misshapen, unreadable, or does not belong to the model.
     """
@@ -61,7 +61,7 @@ def read_llama_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeig
     return LlamaWeights(embedding, layers, final_norm, head)
 
 
-def _read_layer(checkpoint: Checkpoint, config: ModelConfig, index: int) -> LayerWeights:
+def _read_layer(checkpoint: Checkpoint, config: LlamaConfig, index: int) -> LayerWeights:
     at = f"model.layers.{index}"
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -93,7 +93,7 @@ def _read_layer(checkpoint: Checkpoint, config: ModelConfig, index: int) -> Laye
     )
 
 
-def _read_qk_norm(checkpoint: Checkpoint, config: ModelConfig, at: str) -> Tensor:
+def _read_qk_norm(checkpoint: Checkpoint, config: LlamaConfig, at: str) -> Tensor:
     norms = checkpoint.read_fused(
         [f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight"], [(config.head_dim,)] * 2
     ).view(2, config.head_dim)

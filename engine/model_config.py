@@ -1,4 +1,4 @@
-"""The shape of a model, read from its Hugging Face folder."""
+"""What a model's Hugging Face folder says of it, whatever its family."""
 
 import json
 from collections.abc import Mapping
@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.kv_layout import DTYPES, TensorLayout
+from engine.kv_layout import DTYPES
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# Their angles depend on the length of the sequence, so cached keys would not stay valid.
-_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+# Beyond the original length their angles depend on the length of the sequence: cached keys would not stay
+# valid, and the sequences of a step would change each other's.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 JsonObject: TypeAlias = Mapping[str, object]
 
@@ -33,43 +32,22 @@ class CorruptCheckpoint(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family.
+    """A decoder that transformers implements.
 
     Attributes:
+        folder: which it was read from.
+        architecture: transformers' name of its class.
+        max_model_len: positions that the model knows and this engine can serve, in tokens.
         checkpoint_dtype: a key of `DTYPES`.
-        inverse_frequencies: [head_dim / 2], radians per position, RoPE scaling applied.
-        rope_scale: factor on RoPE's cosines and sines.
-        qkv_bias, output_bias, mlp_bias: whether those linears have one.
-        qk_norm: whether each head of Q and K is RMS-normalized before RoPE.
-        max_model_len: positions that the model knows, in tokens.
+        hf_config: as transformers reads config.json.
     """
 
+    folder: Path
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    inverse_frequencies: tuple[float, ...]
-    rope_scale: float
-    tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     eos_token_ids: frozenset[int]
     max_model_len: int
     checkpoint_dtype: str
-
-    def kv_tensors(self, dtype: str) -> tuple[tuple[TensorLayout, ...], ...]:
-        """The K and V of each layer, computed in `dtype`."""
-        key, value = (
-            TensorLayout(name, self.num_kv_heads, self.head_dim, dtype) for name in ("key", "value")
-        )
-        return ((key, value),) * self.num_layers
+    hf_config: PreTrainedConfig
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -77,17 +55,26 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises:
         CorruptCheckpoint: the folder or config.json is missing, or a file does not say what it must.
-        UnsupportedModel: the model needs what this engine does not have.
+        UnsupportedModel: it is no decoder of text that transformers has code for, or it is quantized.
     """
     if not folder.is_dir():
         raise CorruptCheckpoint(f"{folder}: no such folder")
     raw = _read_json(folder / "config.json")
-    architecture = _architecture(folder, raw)
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise CorruptCheckpoint(f"{folder / 'config.json'}: names no architecture")
     if raw.get("quantization_config") is not None:
         raise UnsupportedModel(f"{folder}: quantized checkpoints are not supported")
-    config = _transformers_config(folder)
+    config = _hf_config(folder, raw)
     try:
-        return _from_transformers(folder, architecture, config)
+        return ModelConfig(
+            folder=folder,
+            architecture=_architecture(folder, names, config),
+            eos_token_ids=_eos_token_ids(folder, config),
+            max_model_len=_max_model_len(folder, config),
+            checkpoint_dtype=_checkpoint_dtype(config),
+            hf_config=config,
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpoint(f"{folder / 'config.json'}: {error!r}") from error
 
@@ -104,99 +91,51 @@ def _read_json(path: Path) -> JsonObject:
     return value
 
 
-def _architecture(folder: Path, raw: JsonObject) -> str:
-    names = raw.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise CorruptCheckpoint(f"{folder / 'config.json'}: names no architecture")
-    for name in names:
-        if name in ARCHITECTURES:
-            return name
-    known = ", ".join(sorted(ARCHITECTURES))
-    raise UnsupportedModel(f"{folder}: architecture {names[0]} is not supported; these are: {known}")
-
-
-def _transformers_config(folder: Path) -> PreTrainedConfig:
+def _hf_config(folder: Path, raw: JsonObject) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # transformers raises whatever its validators raise, plain Exception subclasses among them.
     except Exception as error:
+        if "auto_map" in raw:
+            raise UnsupportedModel(
+                f"{folder}: {raw.get('model_type')} needs code of its own, and no model's code is run here"
+            ) from error
         raise CorruptCheckpoint(f"{folder / 'config.json'}: {error}") from error
 
 
-def _from_transformers(folder: Path, architecture: str, config: PreTrainedConfig) -> ModelConfig:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    max_model_len = _max_model_len(config)
-    _check_supported(folder, config, head_dim, max_model_len)
-    inverse_frequencies, rope_scale = _rope(config, head_dim)
-    # Qwen2 and Mistral have fixed biases and ignore the fields.
-    has_bias_fields = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-    attention_bias = has_bias_fields and bool(config.attention_bias)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        inverse_frequencies=inverse_frequencies,
-        rope_scale=rope_scale,
-        tied_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        output_bias=attention_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.mlp_bias),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        eos_token_ids=_eos_token_ids(folder, config),
-        max_model_len=max_model_len,
-        checkpoint_dtype=_checkpoint_dtype(config),
-    )
+def _architecture(folder: Path, names: list[object], config: PreTrainedConfig) -> str:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if config.is_encoder_decoder:
+        reason = "it has an encoder, and only decoders are served"
+    elif any(isinstance(getattr(config, name, None), PreTrainedConfig) for name in config.sub_configs):
+        reason = "it is not a model of text alone"
+    elif known is None or known not in names:
+        reason = f"transformers' decoder of type {config.model_type} is {known or 'missing'}"
+    else:
+        return known
+    raise UnsupportedModel(f"{folder}: architecture {names[0]} is not supported: {reason}")
 
 
-def _check_supported(folder: Path, config: PreTrainedConfig, head_dim: int, max_model_len: int) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in sizes:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}")
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if kv_heads < 1 or config.num_attention_heads % kv_heads or head_dim % 2:
-        raise ValueError(
-            f"{config.num_attention_heads} heads of {head_dim} do not share {kv_heads} KV heads evenly"
-        )
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"{folder}: activation {config.hidden_act} is not supported, only silu is")
-    window = getattr(config, "sliding_window", None)
-    sliding = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
-    is_mistral = config.model_type == "mistral"
-    if (sliding or is_mistral) and window is not None and window < max_model_len:
-        raise UnsupportedModel(f"{folder}: a sliding window of {window} tokens is not supported")
-    parameters = config.rope_parameters
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModel(f"{folder}: RoPE scaling {rope_type} is not supported")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"{folder}: a partial rotary factor is not supported")
+def rope_parameters(config: PreTrainedConfig) -> list[JsonObject]:
+    """Every set of RoPE parameters of a model: none, one, or one for each type of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    return nested or ([found] if found else [])
 
 
-def _max_model_len(config: PreTrainedConfig) -> int:
+def _max_model_len(folder: Path, config: PreTrainedConfig) -> int:
     """With YaRN `max_position_embeddings` may be the unscaled model's; the product is what it is for."""
-    limit = config.max_position_embeddings
-    parameters = config.rope_parameters
-    original = parameters.get("original_max_position_embeddings")
-    if parameters.get("rope_type") == "yarn" and original and parameters.get("factor"):
-        return max(limit, int(original * parameters["factor"]))
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise UnsupportedModel(f"{folder}: {config.model_type} does not say how many positions it knows")
+    for parameters in rope_parameters(config):
+        rope_type = parameters.get("rope_type")
+        original, factor = parameters.get("original_max_position_embeddings"), parameters.get("factor")
+        if rope_type == "yarn" and isinstance(original, int) and isinstance(factor, int | float):
+            limit = max(limit, int(original * factor))
+        if rope_type in _LENGTH_DEPENDENT_ROPE and isinstance(original, int):
+            limit = min(limit, original)
     return limit
-
-
-def _rope(config: PreTrainedConfig, head_dim: int) -> tuple[tuple[float, ...], float]:
-    parameters = config.rope_parameters
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return tuple((1.0 / (parameters["rope_theta"] ** exponents)).tolist()), 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    return tuple(frequencies.tolist()), float(scale)
 
 
 def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> frozenset[int]:
@@ -204,7 +143,7 @@ def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> frozenset[int]:
     path = folder / "generation_config.json"
     eos = _read_json(path).get("eos_token_id") if path.is_file() else None
     if eos is None:
-        eos = config.eos_token_id
+        eos = getattr(config, "eos_token_id", None)
     found = [] if eos is None else eos if isinstance(eos, list) else [eos]
     ids = [i for i in found if isinstance(i, int)]
     if len(ids) != len(found):

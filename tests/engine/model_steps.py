@@ -8,11 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.attention.torch_attention import TorchAttention
 from engine.batch import DecodeRows, LayerHook, PrefillRows, StepBatch
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
-from engine.llama import LlamaModel
+from engine.loading import load_model
 from engine.model import Model
 from engine.model_config import read_model_config
 
@@ -28,16 +27,9 @@ class Rows(NamedTuple):
     end: int
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+def model_of(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
     config = read_model_config(folder)
-    return LlamaModel.load(
-        folder,
-        config,
-        dtype=dtype,
-        device=CPU,
-        attention=TorchAttention(),
-        max_positions=config.max_model_len,
-    )
+    return load_model(config, dtype=dtype, device=CPU, max_positions=config.max_model_len)
 
 
 class ModelSteps:

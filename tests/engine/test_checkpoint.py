@@ -10,14 +10,14 @@ from torch import Tensor
 
 from engine.checkpoint import model_fingerprint
 from engine.model_config import CorruptCheckpoint, UnsupportedModel
-from tests.engine.model_steps import ModelSteps, load_model, random_tokens
+from tests.engine.model_steps import ModelSteps, model_of, random_tokens
 from tests.tiny_models import make_tiny_model
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def logits(folder: Path) -> Tensor:
-    return ModelSteps(load_model(folder), random_tokens(20)).prefill(0, 20, 20)
+    return ModelSteps(model_of(folder), random_tokens(20)).prefill(0, 20, 20)
 
 
 def shard(folder: Path) -> None:
@@ -48,7 +48,7 @@ def test_shards_hold_the_same_model(tmp_path: Path):
 def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path):
     make_tiny_model(tmp_path)
     edit(tmp_path, lambda w: w.update({name: t.to(torch.float16) for name, t in w.items()}))
-    assert load_model(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+    assert model_of(tmp_path, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_a_tied_head_in_the_file_is_not_a_surprise(tmp_path: Path):
@@ -77,14 +77,14 @@ def test_tensors_that_do_not_fit_are_named(
     make_tiny_model(tmp_path)
     edit(tmp_path, change)
     with pytest.raises(CorruptCheckpoint, match=message):
-        load_model(tmp_path)
+        model_of(tmp_path)
 
 
 def test_integer_weights_are_unsupported(tmp_path: Path):
     make_tiny_model(tmp_path)
     edit(tmp_path, lambda w: w.update({DOWN: torch.zeros(64, 128, dtype=torch.int8)}))
     with pytest.raises(UnsupportedModel, match="only float weights"):
-        load_model(tmp_path)
+        model_of(tmp_path)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 100, 5000, -1])
@@ -93,14 +93,14 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path, kept_bytes: int):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept_bytes])
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
-        load_model(tmp_path)
+        model_of(tmp_path)
 
 
 def test_missing_weights_are_corrupt(tmp_path: Path):
     make_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CorruptCheckpoint, match="neither"):
-        load_model(tmp_path)
+        model_of(tmp_path)
     with pytest.raises(CorruptCheckpoint, match="neither"):
         model_fingerprint(tmp_path)
 
@@ -110,7 +110,7 @@ def test_a_missing_shard_is_named(tmp_path: Path):
     shard(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CorruptCheckpoint, match="model-00002-of-00002"):
-        load_model(tmp_path)
+        model_of(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
@@ -119,7 +119,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, content: str):
     shard(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CorruptCheckpoint, match=r"index\.json"):
-        load_model(tmp_path)
+        model_of(tmp_path)
 
 
 def test_equal_folders_have_equal_fingerprints(tmp_path: Path):

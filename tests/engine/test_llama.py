@@ -9,7 +9,7 @@ from tests.engine.model_steps import (
     ModelSteps,
     ReferenceModel,
     Rows,
-    load_model,
+    model_of,
     random_tokens,
 )
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -23,7 +23,7 @@ class Pair:
     """Our model and transformers' of the same folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = load_model(folder)
+        self.model = model_of(folder)
         self.reference = ReferenceModel(folder)
 
     def steps(self, *lengths: int, block_size: int = BLOCK_SIZE) -> ModelSteps:
@@ -142,7 +142,7 @@ def test_shapes_and_biases_are_the_references(tmp_path: Path, family: str, shape
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_as_close_to_float32_as_the_reference_does(tmp_path: Path, family: str):
     folder = make_tiny_model(tmp_path, family)
-    steps = ModelSteps(load_model(folder, torch.bfloat16), random_tokens(100))
+    steps = ModelSteps(model_of(folder, torch.bfloat16), random_tokens(100))
     logits = torch.cat([steps.prefill(0, 99, 40), steps.step(Rows(0, 99, 100))])
     exact = ReferenceModel(folder).logits(steps.sequences[0])
     allowed = (ReferenceModel(folder, torch.bfloat16).logits(steps.sequences[0]) - exact).square().mean()

@@ -3,14 +3,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.llama_config import LlamaConfig, llama_config
 from engine.model_config import CorruptCheckpoint, UnsupportedModel, read_model_config
 from tests.tiny_models import make_tiny_model
 
 
 def test_reads_the_shape(tiny_model: Path):
     config = read_model_config(tiny_model)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
-    assert config.vocab_size == 384
+    lean = llama_config(config)
+    assert lean is not None
+    assert (lean.num_layers, lean.num_heads, lean.num_kv_heads, lean.head_dim) == (3, 4, 2, 16)
+    assert lean.vocab_size == 384
+    assert lean.windows == (None, None, None)
     assert config.max_model_len == 4096
     assert config.eos_token_ids == {1}
     assert config.checkpoint_dtype == "float32"
@@ -36,46 +40,86 @@ def test_yarn_extends_the_models_limit(tmp_path: Path):
     assert read_model_config(make_tiny_model(tmp_path, rope_scaling=scaling)).max_model_len == 16384
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "fields", "reason"),
+    ("family", "fields"),
     [
-        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
-        ("llama", {"hidden_act": "gelu"}, "activation gelu"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantized"),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling dynamic"),
-        (
-            "llama",
-            {
-                "rope_scaling": {
-                    "rope_type": "longrope",
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 128,
-                }
-            },
-            "RoPE scaling longrope",
-        ),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama", {"rope_scaling": LONGROPE}),
         (
             "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial rotary",
         ),
-        ("mistral", {"sliding_window": 1024}, "sliding window of 1024"),
+    ],
+)
+def test_what_the_lean_decoder_does_not_compute_is_left_to_transformers(
+    tmp_path: Path, family: str, fields: dict[str, object]
+):
+    make_tiny_model(tmp_path, family)
+    _change(tmp_path / "config.json", fields)
+    assert llama_config(read_model_config(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "windows"),
+    [
+        ("mistral", {"sliding_window": 1024}, (1024, 1024, 1024)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-            "sliding window",
+            (64, 64, 64),
         ),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding window",
+            (None, 64, 64),
         ),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 64}, (None, None, None)),
     ],
 )
-def test_refuses_what_it_cannot_compute(tmp_path: Path, family: str, fields: dict[str, object], reason: str):
-    make_tiny_model(tmp_path, family)
+def test_each_layer_has_its_window(
+    tmp_path: Path, family: str, fields: dict[str, object], windows: tuple[int | None, ...]
+):
+    make_tiny_model(tmp_path, family, **fields)
+    lean = llama_config(read_model_config(tmp_path))
+    assert isinstance(lean, LlamaConfig) and lean.windows == windows
+
+
+def test_the_limit_is_where_angles_begin_to_depend_on_the_length(tmp_path: Path):
+    assert read_model_config(make_tiny_model(tmp_path, rope_scaling=LONGROPE)).max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.* is LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            "T5ForConditionalGeneration is not supported: it has an encoder",
+        ),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            "not a model of text alone",
+        ),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "decoder of type vit is missing"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "own needs code of its own"),
+    ],
+)
+def test_refuses_what_is_no_decoder_of_text_with_code_here(
+    tmp_path: Path, fields: dict[str, object], reason: str
+):
+    make_tiny_model(tmp_path)
     _change(tmp_path / "config.json", fields)
     with pytest.raises(UnsupportedModel, match=reason):
         read_model_config(tmp_path)
@@ -101,7 +145,7 @@ def test_a_configuration_that_makes_no_sense_is_corrupt(tmp_path: Path, fields: 
     make_tiny_model(tmp_path)
     _change(tmp_path / "config.json", fields)
     with pytest.raises(CorruptCheckpoint, match=str(tmp_path)):
-        read_model_config(tmp_path)
+        llama_config(read_model_config(tmp_path))
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "\x00"])
