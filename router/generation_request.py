@@ -5,8 +5,9 @@ with its prompt as token ids and nothing left to default but the seed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from router.chat_template import ChatMessage
 from router.errors import invalid
@@ -30,10 +31,32 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """
+    Attributes:
+        tools: what may be called, as the chat template gets it.
+        answer_start: what the answer already says.
+    """
+
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    answer_start: str = ""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+class GrammarForm(Enum):
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text must be; the workers judge `text`, which a JSON_OBJECT does without."""
+
+    form: GrammarForm
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +72,7 @@ class SamplingDraft:
     min_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +81,7 @@ class RequestDraft:
 
     Attributes:
         model: empty: the one that is served.
+        markup: special tokens that stay in the text.
         arrival_s: on `time.monotonic`'s clock; `arrival_unix_s` is the same moment since the epoch.
     """
 
@@ -65,6 +90,7 @@ class RequestDraft:
     prompt: Prompt
     sampling: SamplingDraft
     stop: tuple[str, ...] = ()
+    markup: tuple[str, ...] = ()
     arrival_s: float
     arrival_unix_s: float
 
@@ -94,6 +120,7 @@ class SamplingOptions:
     min_tokens: int
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    grammar: Grammar | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +131,14 @@ class GenerationRequest:
         prompt: at least one token id.
         stop: the text ends before the first of these: at most `MAX_STOP_STRINGS` of 1 to
             `MAX_STOP_CHARS` characters.
+        markup: special tokens that stay in the text.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingOptions
     stop: tuple[str, ...]
+    markup: tuple[str, ...]
     arrival_s: float
     arrival_unix_s: float
 
@@ -188,6 +217,7 @@ def check_sampling(draft: SamplingDraft, num_prompt_tokens: int, limits: Limits)
         min_tokens=min_tokens,
         stop_token_ids=draft.stop_token_ids,
         ignore_eos=draft.ignore_eos,
+        grammar=draft.grammar,
     )
 
 

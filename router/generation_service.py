@@ -124,8 +124,9 @@ class GenerationService:
                 field = "prompt"
             case TextPrompt(text):
                 field, token_ids = "prompt", await self._tokenizer.encode_text(text)
-            case ChatPrompt(messages):
-                field, token_ids = "messages", await self._tokenizer.encode_chat(messages)
+            case ChatPrompt(messages, tools, answer_start):
+                field = "messages"
+                token_ids = await self._tokenizer.encode_chat(messages, tools, answer_start)
         limits = self.limits
         prompt = check_prompt(field, token_ids, limits)
         return GenerationRequest(
@@ -133,6 +134,7 @@ class GenerationService:
             prompt=prompt,
             sampling=check_sampling(draft.sampling, len(prompt), limits),
             stop=stop,
+            markup=draft.markup,
             arrival_s=draft.arrival_s,
             arrival_unix_s=draft.arrival_unix_s,
         )

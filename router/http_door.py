@@ -16,35 +16,39 @@ from starlette.types import Receive, Scope, Send
 
 from router.completion import End, Piece
 from router.errors import ErrorCode, RequestError, openai_body
-from router.generation_request import RequestDraft
+from router.generation_request import ChatPrompt, RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
 from router.openai_answer import AnswerShape, ChatShape, TextShape
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
+from router.tool_style import CallPlan, ToolStyle, plan_calls
 
 MAX_BODY_BYTES = 16 << 20
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def make_http_door(service: GenerationService) -> FastAPI:
-    """The ASGI application."""
+def make_http_door(service: GenerationService, tool_style: ToolStyle | None) -> FastAPI:
+    """The ASGI application.
+
+    Args:
+        tool_style: how the model writes calls. None: not known.
+    """
     door = FastAPI(title="Baton", openapi_url=None)
 
     @door.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = _Asked.now(request)
         body = read_chat(await _read_body(request))
-        return _Completion(
-            service, body, ChatShape(asked.request_id, service.card.name, asked.created), asked
-        )
+        plan = plan_calls(body.tool_use(), tool_style)
+        shape = ChatShape(asked.request_id, service.card.name, asked.created, plan.new_parser)
+        return _Completion(service, body, asked.chat(body, plan), shape)
 
     @door.post("/v1/completions")
     async def complete(request: Request) -> Response:
         asked = _Asked.now(request)
         body = read_completion(await _read_body(request))
-        return _Completion(
-            service, body, TextShape(asked.request_id, service.card.name, asked.created), asked
-        )
+        shape = TextShape(asked.request_id, service.card.name, asked.created)
+        return _Completion(service, body, asked.completion(body), shape)
 
     @door.get("/v1/models")
     async def models() -> Response:
@@ -106,9 +110,28 @@ class _Asked:
     def created(self) -> int:
         return int(self.arrival_unix_s)
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.request_id}
+    def completion(self, body: CompletionRequest) -> RequestDraft:
+        return RequestDraft(
+            request_id=self.request_id,
+            model=body.model,
+            prompt=body.prompt(),
+            sampling=body.sampling(),
+            stop=body.stops(),
+            arrival_s=self.arrival_s,
+            arrival_unix_s=self.arrival_unix_s,
+        )
+
+    def chat(self, body: ChatRequest, plan: CallPlan) -> RequestDraft:
+        return RequestDraft(
+            request_id=self.request_id,
+            model=body.model,
+            prompt=ChatPrompt(body.chat_messages(), plan.tools, plan.answer_start),
+            sampling=plan.sampling(body.sampling()),
+            stop=body.stops(),
+            markup=plan.markup,
+            arrival_s=self.arrival_s,
+            arrival_unix_s=self.arrival_unix_s,
+        )
 
 
 async def _read_body(request: Request) -> bytes:
@@ -127,13 +150,14 @@ class _Completion(Response):
         self,
         service: GenerationService,
         body: ChatRequest | CompletionRequest,
+        draft: RequestDraft,
         shape: AnswerShape,
-        asked: _Asked,
     ) -> None:
         self._service = service
         self._body = body
+        self._draft = draft
         self._shape = shape
-        self._asked = asked
+        self._headers = {"x-request-id": draft.request_id}
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,17 +165,7 @@ class _Completion(Response):
         await until_hang_up(receive, answer(scope, receive, send))
 
     def _outputs(self) -> AsyncGenerator[Piece | End, None]:
-        return self._service.generate(
-            RequestDraft(
-                request_id=self._asked.request_id,
-                model=self._body.model,
-                prompt=self._body.prompt(),
-                sampling=self._body.sampling(),
-                stop=self._body.stops(),
-                arrival_s=self._asked.arrival_s,
-                arrival_unix_s=self._asked.arrival_unix_s,
-            )
-        )
+        return self._service.generate(self._draft)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         texts: list[str] = []
@@ -162,9 +176,9 @@ class _Completion(Response):
                     texts.append(output.text)
                     if isinstance(output, End):
                         body = self._shape.whole("".join(texts), output)
-                        response = Response(body, media_type="application/json", headers=self._asked.headers)
+                        response = Response(body, media_type="application/json", headers=self._headers)
         except RequestError as error:
-            response = _error_response(error, self._asked.headers)
+            response = _error_response(error, self._headers)
         assert response is not None
         await response(scope, receive, send)
 
@@ -173,7 +187,7 @@ class _Completion(Response):
         try:
             async with aclosing(self._outputs()) as outputs:
                 first = await anext(outputs)
-                await send(_stream_start(self._asked.headers))
+                await send(_stream_start(self._headers))
                 await _send_events(send, [*self._shape.opening(), *self._events(first)])
                 try:
                     async for output in outputs:
@@ -182,12 +196,12 @@ class _Completion(Response):
                     await _send_events(send, [json.dumps(openai_body(error))])
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except RequestError as error:
-            await _error_response(error, self._asked.headers)(scope, receive, send)
+            await _error_response(error, self._headers)(scope, receive, send)
 
     def _events(self, output: Piece | End) -> list[str]:
-        events = [self._shape.text_chunk(output.text)] if output.text else []
+        events = self._shape.text_chunks(output.text) if output.text else []
         if isinstance(output, End):
-            events.append(self._shape.last_chunk(output.finish_reason))
+            events += self._shape.last_chunks(output.finish_reason)
             if self._body.wants_usage_chunk:
                 events.append(self._shape.usage_chunk(output.usage))
             events.append("[DONE]")

@@ -1,12 +1,13 @@
 """The answers of OpenAI's API: whole, or in chunks."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
+from router.chat_sample import AnswerMessage, ChatSample, Delta, FinishWord
 from router.completion import End, FinishReason, Usage
-
-FinishWord = Literal["stop", "length"] | None
+from router.tool_parsers.events import ToolParser
 
 
 class UsageBody(BaseModel):
@@ -23,35 +24,25 @@ class UsageBody(BaseModel):
         )
 
 
-class Delta(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-
-
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: None
-    finish_reason: FinishWord
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str
+    finish_reason: FinishWord | None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: None
-    finish_reason: FinishWord
+    finish_reason: FinishWord | None
 
 
 class TextChoice(BaseModel):
     index: int
     text: str
     logprobs: None
-    finish_reason: FinishWord
+    finish_reason: FinishWord | None
 
 
 class Answer(BaseModel):
@@ -69,16 +60,16 @@ class Answer(BaseModel):
 
 
 class AnswerShape(Protocol):
-    """How one endpoint writes an answer: each method returns the JSON of one body."""
+    """How one endpoint writes one answer: each method returns the JSON of bodies."""
 
     def opening(self) -> list[str]:
         """Chunks before the first text."""
         ...
 
-    def text_chunk(self, text: str) -> str: ...
+    def text_chunks(self, text: str) -> list[str]: ...
 
-    def last_chunk(self, reason: FinishReason) -> str:
-        """The chunk that says why the text ended."""
+    def last_chunks(self, reason: FinishReason) -> list[str]:
+        """The last of them says why the text ended."""
         ...
 
     def usage_chunk(self, usage: Usage) -> str:
@@ -91,28 +82,32 @@ class AnswerShape(Protocol):
 class ChatShape:
     """/v1/chat/completions."""
 
-    def __init__(self, request_id: str, model: str, created_unix_s: int) -> None:
+    def __init__(
+        self, request_id: str, model: str, created_unix_s: int, new_parser: Callable[[], ToolParser]
+    ) -> None:
         self._id, self._model, self._created = f"chatcmpl-{request_id}", model, created_unix_s
+        self._sample = ChatSample(new_parser())
 
     def opening(self) -> list[str]:
         return [self._chunk(Delta(role="assistant", content=""), None)]
 
-    def text_chunk(self, text: str) -> str:
-        return self._chunk(Delta(content=text), None)
+    def text_chunks(self, text: str) -> list[str]:
+        return [self._chunk(delta, None) for delta in self._sample.deltas(text)]
 
-    def last_chunk(self, reason: FinishReason) -> str:
-        return self._chunk(Delta(), reason)
+    def last_chunks(self, reason: FinishReason) -> list[str]:
+        rest = [self._chunk(delta, None) for delta in self._sample.last_deltas()]
+        return [*rest, self._chunk(Delta(), self._sample.finish_word(reason))]
 
     def usage_chunk(self, usage: Usage) -> str:
         return self._answer("chat.completion.chunk", [], usage)
 
     def whole(self, text: str, end: End) -> str:
-        message = AnswerMessage(role="assistant", content=text)
-        choice = ChatChoice(index=0, message=message, logprobs=None, finish_reason=end.finish_reason.value)
+        message = self._sample.message(text)
+        word = self._sample.finish_word(end.finish_reason)
+        choice = ChatChoice(index=0, message=message, logprobs=None, finish_reason=word)
         return self._answer("chat.completion", [choice], end.usage)
 
-    def _chunk(self, delta: Delta, reason: FinishReason | None) -> str:
-        word = None if reason is None else reason.value
+    def _chunk(self, delta: Delta, word: FinishWord | None) -> str:
         choice = ChatChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=word)
         return self._answer("chat.completion.chunk", [choice], None)
 
@@ -137,11 +132,11 @@ class TextShape:
     def opening(self) -> list[str]:
         return []
 
-    def text_chunk(self, text: str) -> str:
-        return self._answer(text, None, None)
+    def text_chunks(self, text: str) -> list[str]:
+        return [self._answer(text, None, None)]
 
-    def last_chunk(self, reason: FinishReason) -> str:
-        return self._answer("", reason, None)
+    def last_chunks(self, reason: FinishReason) -> list[str]:
+        return [self._answer("", reason, None)]
 
     def usage_chunk(self, usage: Usage) -> str:
         return _with_usage(self._body([]), usage).json_text()

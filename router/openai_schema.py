@@ -2,48 +2,67 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from router.chat_template import ChatMessage
 from router.errors import ErrorCode, RequestError, invalid
-from router.generation_request import ChatPrompt, Prompt, SamplingDraft, TextPrompt, TokenPrompt
+from router.generation_request import Prompt, SamplingDraft, TextPrompt, TokenPrompt
+from router.strict_body import StrictBody
+from router.tool_schema import CalledBody, ToolBody, ToolChoice, ToolUse, read_tool_use
 
 # OpenAI's default for completions; a chat may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
 
 
-class _Body(BaseModel):
-    """Types are strict and unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
-
-
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(StrictBody):
     type: str = "text"
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     """A part of a message's content; only text is served."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(StrictBody):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: list[CalledBody] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    def chat_message(self) -> ChatMessage:
+    def chat_message(self, index: int) -> ChatMessage:
+        """
+        Raises:
+            RequestError: INVALID_ARGUMENT, the role does not fit what is called or answered.
+        """
+        if self.tool_calls and self.role != "assistant":
+            raise invalid("messages", f"{index}.tool_calls: only an assistant's message has them")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid("messages", f"{index}.tool_call_id: a tool's message needs it")
+        return ChatMessage(
+            role=self.role,
+            content=self._text(),
+            tool_calls=tuple(
+                call.past_call(f"{index}.tool_calls.{place}")
+                for place, call in enumerate(self.tool_calls or ())
+            ),
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+
+    def _text(self) -> str:
         if self.content is None or isinstance(self.content, str):
-            return ChatMessage(self.role, self.content or "")
-        return ChatMessage(self.role, "".join(part.text for part in self.content))
+            return self.content or ""
+        return "".join(part.text for part in self.content)
 
 
-class _Generation(_Body):
+class _Generation(StrictBody):
     """What both endpoints take; from `top_k` on, extensions that vLLM's users know."""
 
     model: str = ""
@@ -112,7 +131,9 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[object] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[object] | None = None
 
     def check(self) -> None:
@@ -123,12 +144,24 @@ class ChatRequest(_Generation):
         self._refuse_unserved()
         if self.logprobs:
             raise _unserved("logprobs", "it is")
-        for field in ("top_logprobs", "tools", "functions"):
+        for field in ("top_logprobs", "functions"):
             if getattr(self, field):
                 raise _unserved(field, "it is")
 
-    def prompt(self) -> Prompt:
-        return ChatPrompt(tuple(message.chat_message() for message in self.messages))
+    def chat_messages(self) -> tuple[ChatMessage, ...]:
+        """
+        Raises:
+            RequestError: INVALID_ARGUMENT, a message contradicts itself.
+        """
+        return tuple(message.chat_message(index) for index, message in enumerate(self.messages))
+
+    def tool_use(self) -> ToolUse | None:
+        """None: nothing is to be called.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, the tools are wrong or the choice is none of them.
+        """
+        return read_tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingDraft:
         newer = self.max_completion_tokens

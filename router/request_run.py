@@ -35,7 +35,7 @@ class RequestRun:
         self._local_prefill_tokens = local_prefill_tokens
         seed = request.sampling.seed
         self._seed = secrets.randbits(64) if seed is None else seed
-        self._text = TextStream(tokenizer, request.stop)
+        self._text = TextStream(tokenizer, request.stop, request.markup)
         self._generated: list[int] = []
         self._attempts = 0
         self._last_arrival_s: float | None = None

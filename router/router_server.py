@@ -21,6 +21,7 @@ from router.http_door import MAX_BODY_BYTES, make_http_door
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.tokenizer import Tokenizer
+from router.tool_style import choose_tool_style
 from router.worker_directory import WorkerDirectory
 
 logger = logging.getLogger(__name__)
@@ -79,11 +80,12 @@ class RouterServer:
         self._service = GenerationService(
             card, tokenizer, self.fleet, RouterMetrics(), config.local_prefill_tokens
         )
+        tool_style = choose_tool_style(config.tool_call_format, tokenizer.tool_template, tokenizer.has_token)
         self._health = HealthServicer()
         self._grpc = grpc.aio.server(options=_GRPC_OPTIONS)
         self._http = _HttpServer(
             uvicorn.Config(
-                make_http_door(self._service),
+                make_http_door(self._service, tool_style),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from protos import inference_pb2, worker_pb2
 from router.cluster_view import WorkerSnapshot
-from router.generation_request import GenerationRequest
+from router.generation_request import GenerationRequest, Grammar, GrammarForm
 from router.placement import Alone, Pair, Placement
 
 
@@ -75,5 +75,16 @@ def _submit(
             min_tokens=options.min_tokens,
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
+            grammar=None if options.grammar is None else _grammar(options.grammar),
         ),
     )
+
+
+def _grammar(grammar: Grammar) -> inference_pb2.Grammar:
+    match grammar.form:
+        case GrammarForm.JSON_OBJECT:
+            return inference_pb2.Grammar(json_object=inference_pb2.JsonObject())
+        case GrammarForm.JSON_SCHEMA:
+            return inference_pb2.Grammar(json_schema=grammar.text)
+        case GrammarForm.REGEX:
+            return inference_pb2.Grammar(regex=grammar.text)

@@ -25,8 +25,12 @@ class Written:
 class TextStream:
     """Tokens in, text out, for one sample."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], markup: Sequence[str] = ()) -> None:
+        """
+        Args:
+            markup: special tokens that are text here.
+        """
+        self._detokenizer = Detokenizer(tokenizer, tokenizer.special_ids_of(markup))
         self._stop_strings = StopStrings(stop)
 
     def push(self, token_ids: Iterable[int]) -> Written:

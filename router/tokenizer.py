@@ -98,10 +98,14 @@ class Tokenizer:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated tokens: special tokens are left out."""
-        kept = [id_ for id_ in token_ids if id_ not in self.special_ids]
+    def decode(self, token_ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
+        """The text of generated tokens: special tokens that are not `shown` are left out."""
+        kept = [id_ for id_ in token_ids if id_ not in self.special_ids or id_ in shown]
         return self._backend.decode(kept, skip_special_tokens=False)
+
+    def special_ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
+        """Those of `tokens` that are special."""
+        return self.special_ids & {self._backend.token_to_id(token) for token in tokens}
 
     @property
     def tool_template(self) -> str:

@@ -1,10 +1,11 @@
 """How a model writes its calls, and how it is made to write one."""
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.config import ToolCallFormat
 from router.errors import invalid
+from router.generation_request import Grammar, GrammarForm, SamplingDraft
 from router.tool_grammar import call_schema
 from router.tool_parsers import hermes, llama3
 from router.tool_parsers.events import ToolParser
@@ -76,6 +77,17 @@ class CallPlan:
     json_schema: str = ""
     markup: tuple[str, ...] = ()
     new_parser: Callable[[], ToolParser] = PlainParser
+
+    def sampling(self, draft: SamplingDraft) -> SamplingDraft:
+        """
+        Raises:
+            RequestError: INVALID_ARGUMENT, a grammar is asked for that calls do not fit.
+        """
+        if self.tools and draft.grammar is not None:
+            raise invalid("response_format", "cannot be had together with tools")
+        if not self.json_schema:
+            return draft
+        return replace(draft, grammar=Grammar(GrammarForm.JSON_SCHEMA, self.json_schema))
 
 
 def plan_calls(use: ToolUse | None, style: ToolStyle | None) -> CallPlan:
