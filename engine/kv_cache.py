@@ -76,8 +76,7 @@ class KVCache:
         """
         cached = self._quantized(layer, tensors) if self.is_quantized else tensors
         for pages, data in zip(self._pages[layer], cached, strict=True):
-            head_dim = data.shape[-1]
-            pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
+            _copy_rows(pages, rows, data)
         return cached
 
     def _quantized(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -98,8 +97,7 @@ class KVCache:
                 f"{tensor.name} of layer {layer}: {tuple(data.shape)} {data.dtype} where "
                 f"{shape} {tensor.torch_dtype} belongs"
             )
-        pages = self._pages[layer][index].view(-1, tensor.head_dim)
-        pages.index_copy_(0, self.rows(slots, tensor.num_heads), data.reshape(-1, tensor.head_dim))
+        _copy_rows(self._pages[layer][index], self.rows(slots, tensor.num_heads), data)
 
     def gather(self, layer: int, index: int, slots: Tensor) -> Tensor:
         """A copy of what `scatter` stores: [num_slots, num_heads, head_dim] at `slots` int64."""
@@ -113,3 +111,11 @@ class KVCache:
         for layer in self._pages:
             for pages in layer:
                 pages[target].copy_(pages[source])
+
+
+def _copy_rows(pages: Tensor, rows: Tensor, data: Tensor) -> None:
+    if pages.dtype is torch.float8_e4m3fn:
+        # torch does not index it on a CPU.
+        pages, data = pages.view(torch.int8), data.view(torch.int8)
+    head_dim = data.shape[-1]
+    pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))

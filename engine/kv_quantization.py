@@ -9,7 +9,7 @@ wherever it was computed, handed off to, or found again.
 import torch
 from torch import Tensor
 
-from engine.kv_layout import TensorLayout
+from engine.kv_layout import CACHED_DTYPES, TensorLayout
 
 # The largest value of each stored dtype: int8 is symmetric, fp8 is e4m3 without infinities.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -48,7 +48,8 @@ def quantize(data: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = LARGEST[dtype]
     data = data.float()
-    scale = data.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(_SMALLEST_SCALE).bfloat16()
+    scale = data.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(_SMALLEST_SCALE)
+    scale = scale.to(CACHED_DTYPES[SCALE_DTYPE])
     steps = data / scale
     if dtype is torch.int8:
         steps.round_()
