@@ -2,21 +2,34 @@
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import DecodeRows, KVListener, LayerHook, PrefillRows, ReadyChunk, StepBatch
+from engine.batch import KVListener, LayerHook, ReadyChunk
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache
+from engine.logprobs import LogprobTensors
 from engine.model import Model
-from engine.request import EngineRequest, FinishReason, InvalidRequest, RunUntil, SequenceId
-from engine.sampler import SamplingRow, sample_tokens
+from engine.prompt_rows import (
+    PromptRows,
+    prompt_logprobs,
+    prompt_rows,
+)
+from engine.request import EngineRequest, InvalidRequest, RunUntil, SequenceId
+from engine.sampler import Sampled, SamplingRow, sample
 from engine.scheduler import Chunk, Scheduler
-from engine.sequence import Sequence, SequenceState, StageMarks
+from engine.sequence import Sequence, SequenceState
+from engine.step_result import (
+    EndedSequence,
+    EngineLoad,
+    GrantedSequence,
+    HeldSequence,
+    SampledToken,
+    StepResult,
+)
 
 
 class EngineLimits(NamedTuple):
@@ -28,79 +41,32 @@ class EngineLimits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GrantedSequence:
-    """`cached_tokens`: its first tokens whose KV is in its blocks already."""
-
-    sequence_id: SequenceId
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """`index`: its place among the sequence's generated tokens."""
-
-    sequence_id: SequenceId
-    index: int
-    token: int
-
-
-class EndedSequence(NamedTuple):
-    """A sequence that has its end; its blocks are free."""
-
-    sequence_id: SequenceId
-    reason: FinishReason
-    marks: StageMarks
-
-
-class HeldSequence(NamedTuple):
-    """A sequence that has its first token and keeps its blocks until `Engine.remove`."""
-
-    sequence_id: SequenceId
-    first_token: int
-    marks: StageMarks
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device computes. `tokens`: [num_sampled] int64, on the device."""
+    """A step that the device computes."""
 
     chunks: tuple[Chunk, ...]
-    tokens: Tensor
+    sampled: Sampled
+    prompt_rows: tuple[PromptRows, ...]
+    prompt_logprobs: LogprobTensors | None
     started: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step brought. Every ended or held sequence's last token is also in `tokens`."""
+@dataclass(slots=True)
+class _Booking:
+    """Gathers what a step brought."""
 
-    tokens: tuple[SampledToken, ...]
-    ended: tuple[EndedSequence, ...]
-    held: tuple[HeldSequence, ...]
-    num_prompt_tokens: int
-    duration_s: float
-
-
-class EngineLoad(NamedTuple):
-    """How busy an engine is. The totals count from its start. Cached blocks count as free."""
-
-    num_running: int
-    num_waiting: int
-    waiting_prompt_tokens: int
-    num_blocks: int
-    free_blocks: int
-    computed_prompt_tokens: int
-    generated_tokens: int
-    num_preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
+    tokens: list[SampledToken] = field(default_factory=list)
+    ended: list[EndedSequence] = field(default_factory=list)
+    held: list[HeldSequence] = field(default_factory=list)
 
 
 class Engine:
     """The sequences of one model on one device. One thread owns it; no method may be called from another.
 
-    A sequence waits for blocks (`admit` gives them, oldest first), then runs, a step being `launch` and
-    `collect`, until it ends, is held, or is removed. One whose KV comes by hand-off gets its
-    blocks, is filled by `import_kv`, and runs from `begin_decode` on.
+    A request waits for blocks (`admit` gives them), then runs, a step being `launch` and `collect`, until it
+    ends, is held, or is removed. It is one sequence until its first tokens are sampled, then one for
+    each sample. One whose KV comes by hand-off gets its blocks, is filled by `import_kv`, and runs from
+    `begin_decode` on.
     """
 
     def __init__(
@@ -124,7 +90,8 @@ class Engine:
             step_tokens=limits.step_tokens,
             max_running=limits.max_running,
         )
-        self._sequences: dict[SequenceId, Sequence] = {}
+        # The samples of each request that have no end yet.
+        self._sequences: dict[SequenceId, list[Sequence]] = {}
         self._computed_prompt_tokens = 0
         self._generated_tokens = 0
 
@@ -136,7 +103,7 @@ class Engine:
         """
         sequence = Sequence.of(request, time.monotonic())
         self._validate(sequence)
-        self._sequences[request.sequence_id] = sequence
+        self._sequences[request.sequence_id] = [sequence]
         self._scheduler.add(sequence)
 
     def _validate(self, sequence: Sequence) -> None:
@@ -147,6 +114,9 @@ class Engine:
             raise InvalidRequest("prompt: at least one token")
         if min(sequence.tokens) < 0 or max(sequence.tokens) >= self._model.vocab_size:
             raise InvalidRequest(f"prompt: token ids go from 0 to {self._model.vocab_size - 1}")
+        self._validate_sampling(sequence)
+        if request.sampling.n > 1 and request.generated:
+            raise InvalidRequest("n: each sample is continued by itself")
         if request.sampling.max_tokens <= sequence.num_generated:
             raise InvalidRequest(f"max_tokens: more than the {sequence.num_generated} generated already")
         total = len(request.prompt) + request.sampling.max_tokens
@@ -160,6 +130,16 @@ class Engine:
             raise InvalidRequest(
                 f"max_tokens: prompt and output need {needed} KV blocks, there are {self._pool.num_blocks}"
             )
+
+    def _validate_sampling(self, sequence: Sequence) -> None:
+        sampling, last = sequence.request.sampling, self._model.vocab_size - 1
+        if any(not 0 <= token <= last for token, _ in sampling.logit_bias):
+            raise InvalidRequest(f"logit_bias: token ids go from 0 to {last}")
+        if any(not 0 <= token <= last for token in sampling.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids: token ids go from 0 to {last}")
+        state = sequence.sampling_state()
+        if state is not None and state.matcher is not None and not state.matcher.fits:
+            raise InvalidRequest("generated: the tokens are not what response_format allows")
 
     def admit(self) -> list[GrantedSequence]:
         """Gives blocks to waiting sequences; returns those whose KV may now be imported."""
@@ -185,12 +165,11 @@ class Engine:
             listener.on_layer(layer, cached, ready)
 
     def remove(self, sequence_id: SequenceId) -> bool:
-        """Cancels a sequence or lets a held one go, and frees its blocks. False: there is none."""
-        sequence = self._sequences.pop(sequence_id, None)
-        if sequence is None:
-            return False
-        self._scheduler.remove(sequence)
-        return True
+        """Cancels a request or lets a held one go, and frees its blocks. False: there is none."""
+        samples = self._sequences.pop(sequence_id, [])
+        for sequence in samples:
+            self._scheduler.remove(sequence)
+        return bool(samples)
 
     def import_kv(
         self, sequence_id: SequenceId, layer: int, tensor: int, token_start: int, data: Tensor
@@ -207,8 +186,8 @@ class Engine:
         Raises:
             ValueError: the tokens go beyond the sequence's.
         """
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None or sequence.state is not SequenceState.IMPORTING:
+        sequence = self._importing(sequence_id)
+        if sequence is None:
             return False
         token_end = token_start + data.shape[0]
         if token_end > len(sequence.tokens):
@@ -217,27 +196,32 @@ class Engine:
         self._cache.scatter(layer, tensor, slots.to(self._cache.device), data.to(self._cache.device))
         return True
 
-    def begin_decode(self, sequence_id: SequenceId, first_token: int) -> FinishReason | None:
-        """All KV of an importing sequence has arrived: it runs from its first token on.
+    def _importing(self, sequence_id: SequenceId) -> Sequence | None:
+        samples = self._sequences.get(sequence_id, [])
+        return next((s for s in samples if s.state is SequenceState.IMPORTING), None)
+
+    def begin_decode(self, sequence_id: SequenceId, first_tokens: Rows[int]) -> list[EndedSequence]:
+        """All KV of an importing sequence has arrived: each sample runs from its first token on.
 
         Returns:
-            Why that token already ends it, or None. An ended sequence's blocks are free.
+            The samples that their first token already ends.
 
         Raises:
             KeyError: the sequence is gone or does not import.
+            ValueError: there are not as many tokens as samples.
         """
-        sequence = self._sequences[sequence_id]
-        if sequence.state is not SequenceState.IMPORTING:
+        sequence = self._importing(sequence_id)
+        if sequence is None:
             raise KeyError(sequence_id)
+        if len(first_tokens) != sequence.num_samples:
+            raise ValueError(f"{len(first_tokens)} first tokens for {sequence.num_samples} samples")
         self._scheduler.book_computed(sequence, len(sequence.tokens))
-        sequence.tokens.append(first_token)
-        sequence.marks.decode_ready = time.monotonic()
-        reason = sequence.finish_reason(self._eos)
-        if reason is None:
-            self._scheduler.run(sequence)
-        else:
-            self.remove(sequence_id)
-        return reason
+        self._scheduler.run(sequence)
+        booking = _Booking()
+        for sample, token in zip(self._fork(sequence), first_tokens, strict=True):
+            sample.marks.decode_ready = time.monotonic()
+            self._book_token(sample, token, booking)
+        return booking.ended
 
     def launch(self) -> LaunchedStep | None:
         """Starts a step on the device. None: there is nothing to compute."""
@@ -252,64 +236,98 @@ class Engine:
             else:
                 marks.first_decode = marks.first_decode or started
         with torch.inference_mode():
-            logits = self._model.forward(self._batch(chunks), self._cache, self._hook(chunks))
-            tokens = sample_tokens(logits, [self._sampling_row(c.sequence) for c in chunks if c.samples])
-        return LaunchedStep(tuple(chunks), tokens, started)
+            asked = prompt_rows(chunks)
+            logits = self._model.forward(self._batch(chunks, asked), self._cache, self._hook(chunks))
+            rows = [self._sampling_row(c.sequence) for c in chunks if c.samples]
+            of_prompts = prompt_logprobs(logits[len(rows) :], asked)
+            sampled = sample(logits[: len(rows)], rows)
+        return LaunchedStep(tuple(chunks), sampled, asked, of_prompts, started)
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Waits for a step and books what it brought. A sequence removed meanwhile is skipped."""
         sampled = iter(step.tokens.tolist())
-        ended_at = time.monotonic()
-        tokens: list[SampledToken] = []
-        ended: list[EndedSequence] = []
-        held: list[HeldSequence] = []
+        now = time.monotonic()
+        booking = _Booking()
         num_prompt_tokens = 0
         for chunk in step.chunks:
             sequence = chunk.sequence
-            token = next(sampled) if chunk.samples else None
+            drawn = [next(sampled) for _ in range(sequence.num_samples)] if chunk.samples else []
             num_prompt_tokens += max(
                 0, min(chunk.token_end, len(sequence.request.prompt)) - chunk.token_start
             )
-            if sequence.sequence_id not in self._sequences:
+            if sequence not in self._sequences.get(sequence.sequence_id, []):
                 continue
             self._scheduler.book_computed(sequence, chunk.token_end)
-            if token is None:
-                continue
-            tokens.append(SampledToken(sequence.sequence_id, sequence.num_generated, token))
-            self._book_token(sequence, token, ended_at, ended, held)
+            if drawn:
+                self._book_drawn(sequence, drawn, now, booking)
         if num_prompt_tokens:
-            self._scheduler.book_prefill(num_prompt_tokens, ended_at - step.started)
+            self._scheduler.book_prefill(num_prompt_tokens, now - step.started)
         self._computed_prompt_tokens += num_prompt_tokens
-        self._generated_tokens += len(tokens)
+        self._generated_tokens += len(booking.tokens)
         return StepResult(
-            tuple(tokens), tuple(ended), tuple(held), num_prompt_tokens, ended_at - step.started
+            tuple(booking.tokens),
+            tuple(booking.ended),
+            tuple(booking.held),
+            num_prompt_tokens,
+            now - step.started,
         )
 
-    def _book_token(
-        self,
-        sequence: Sequence,
-        token: int,
-        now: float,
-        ended: list[EndedSequence],
-        held: list[HeldSequence],
-    ) -> None:
+    def _book_drawn(self, sequence: Sequence, drawn: list[int], now: float, booking: _Booking) -> None:
+        """Books the next token of a sequence, or the first ones of all its samples."""
         marks = sequence.marks
-        sequence.tokens.append(token)
         marks.last_token = now
         if not marks.decode_ready:
             marks.first_token = marks.decode_ready = now
-        reason = sequence.finish_reason(self._eos)
-        if reason is not None:
-            self.remove(sequence.sequence_id)
-            ended.append(EndedSequence(sequence.sequence_id, reason, marks))
-        elif sequence.request.run_until is RunUntil.FIRST_TOKEN:
+        for offset, token in enumerate(drawn):
+            booking.tokens.append(
+                SampledToken(sequence.sequence_id, sequence.sample + offset, sequence.num_generated, token)
+            )
+        goes_on = any(sequence.end_with(token, self._eos) is None for token in drawn)
+        if sequence.request.run_until is RunUntil.FIRST_TOKEN and goes_on:
+            # The receiver makes the samples, also of those whose first token is their last.
             self._scheduler.pause(sequence)
-            held.append(HeldSequence(sequence.sequence_id, token, marks))
+            booking.held.append(HeldSequence(sequence.sequence_id, tuple(drawn), marks, sequence.num_cached))
+            return
+        for sample, token in zip(self._fork(sequence), drawn, strict=True):
+            self._book_token(sample, token, booking)
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        request = sequence.request
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """A sequence for each sample, all over the same blocks, if there is only one for all of them."""
+        forks = [sequence.fork(offset) for offset in range(1, sequence.num_samples)]
+        sequence.num_samples = 1
+        for fork in forks:
+            self._scheduler.share(sequence, fork)
+        self._sequences[sequence.sequence_id] += forks
+        return [sequence, *forks]
+
+    def _book_token(self, sequence: Sequence, token: int, booking: _Booking) -> None:
+        reason = sequence.end_with(token, self._eos)
+        sequence.tokens.append(token)
+        if reason is None:
+            return
+        self._scheduler.remove(sequence)
+        samples = self._sequences[sequence.sequence_id]
+        samples.remove(sequence)
+        if not samples:
+            del self._sequences[sequence.sequence_id]
+        booking.ended.append(
+            EndedSequence(
+                sequence.sequence_id,
+                sequence.sample,
+                reason,
+                not samples,
+                sequence.marks,
+                min(sequence.num_cached, len(sequence.request.prompt)),
+            )
+        )
+
+    def _sampling_rows(self, sequence: Sequence) -> list[SamplingRow]:
+        params, index = sequence.request.sampling, sequence.num_generated
         banned = sequence.banned_tokens(self._eos)
-        return SamplingRow(request.sampling, request.sample, sequence.num_generated, banned)
+        return [
+            SamplingRow(params, sequence.sample + offset, index, banned, sequence.sampling_state())
+            for offset in range(sequence.num_samples)
+        ]
 
     def _hook(self, chunks: Rows[Chunk]) -> LayerHook | None:
         """Tells the listener of the chunks whose KV leaves this engine."""
@@ -326,48 +344,6 @@ class Engine:
         if listener is None or not ready:
             return None
         return lambda layer, tensors: listener.on_layer(layer, tensors, ready)
-
-    def _batch(self, chunks: Rows[Chunk]) -> StepBatch:
-        """The tensors of a step; `chunks` has its single tokens first."""
-        device = self._cache.device
-        block_size = self.layout.block_size
-        num_decode = sum(chunk.num_tokens == 1 for chunk in chunks)
-        token_ids = [t for c in chunks for t in c.sequence.tokens[c.token_start : c.token_end]]
-        positions = np.concatenate([np.arange(c.token_start, c.token_end) for c in chunks])
-        slots = np.concatenate([c.sequence.slots(c.token_start, c.token_end, block_size) for c in chunks])
-        ends = np.cumsum([c.num_tokens for c in chunks])
-        sampled = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
-        prefill = tuple(
-            PrefillRows(
-                int(end) - chunk.num_tokens,
-                chunk.num_tokens,
-                chunk.token_end,
-                torch.from_numpy(chunk.sequence.block_table[: -(-chunk.token_end // block_size)]).to(device),
-            )
-            for chunk, end in zip(chunks[num_decode:], ends[num_decode:], strict=True)
-        )
-        return StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            positions=torch.from_numpy(positions).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            decode=self._decode_rows(chunks[:num_decode]) if num_decode else None,
-            prefill=prefill,
-            sampled_rows=torch.tensor(np.array(sampled, np.int64), device=device),
-        )
-
-    def _decode_rows(self, chunks: Rows[Chunk]) -> DecodeRows:
-        block_size, device = self.layout.block_size, self._cache.device
-        context_lens = [chunk.token_end for chunk in chunks]
-        width = -(-max(context_lens) // block_size)
-        tables = np.zeros((len(chunks), width), np.int64)
-        for row, chunk in enumerate(chunks):
-            used = -(-chunk.token_end // block_size)
-            tables[row, :used] = chunk.sequence.block_table[:used]
-        return DecodeRows(
-            torch.from_numpy(tables).to(device),
-            torch.tensor(context_lens, dtype=torch.int64, device=device),
-            max(context_lens),
-        )
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -388,3 +364,14 @@ class Engine:
         IntegrityError: the books of blocks and sequences do not agree.
         """
         self._scheduler.check_integrity()
+
+
+def _sampled_rows(chunks: Rows[Chunk]) -> list[int]:
+    """The last row of each chunk that samples, once for each sample."""
+    rows: list[int] = []
+    end = 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        if chunk.samples:
+            rows += [end - 1] * chunk.sequence.num_samples
+    return rows

@@ -54,23 +54,19 @@ class PromptLogprobs:
     """Gathers the log probabilities of one prompt while it is computed, in whatever chunks.
 
     Args:
-        prompt: token ids.
-        count: how many of the likeliest each place wants.
+        num_prompt_tokens: of the prompt, at least one.
+        num_top: how many of the likeliest each place wants.
     """
 
-    def __init__(self, prompt: Sequence[int], count: int) -> None:
-        self.count = count
-        self._prompt = prompt
+    def __init__(self, num_prompt_tokens: int, num_top: int) -> None:
+        self.num_top = num_top
+        self._num_wanted = num_prompt_tokens - 1
         self._gathered: list[TokenLogprobs] = []
 
     def positions(self, token_start: int, token_end: int) -> range:
         """Of tokens [token_start, token_end), those whose logits speak of a prompt token not gathered yet."""
         first = max(token_start, len(self._gathered))
-        return range(first, min(token_end, len(self._prompt) - 1))
-
-    def targets(self, positions: range) -> Sequence[int]:
-        """The prompt's token ids that the logits of these positions speak of."""
-        return self._prompt[positions.start + 1 : positions.stop + 1]
+        return range(first, max(first, min(token_end, self._num_wanted)))
 
     def add(self, positions: range, logprobs: Sequence[TokenLogprobs]) -> None:
         """`positions`: as `positions` gave them, in the order of the steps."""
@@ -80,6 +76,6 @@ class PromptLogprobs:
 
     def complete(self) -> tuple[TokenLogprobs, ...] | None:
         """One for every prompt token but the first; None while some are missing."""
-        if len(self._gathered) < len(self._prompt) - 1:
+        if len(self._gathered) < self._num_wanted:
             return None
         return tuple(self._gathered)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.grammar import keep_allowed
 from engine.logit_adjustments import adjust
-from engine.logprobs import LogprobTensors, token_logprobs
+from engine.logprobs import LogprobTensors, TokenLogprobs, token_logprobs
 from engine.request import SamplingParams
 from engine.sampling_state import SamplingState
 
@@ -47,6 +47,13 @@ class Sampled(NamedTuple):
     tokens: Tensor
     logprob_rows: tuple[int, ...]
     logprobs: LogprobTensors | None
+
+    def read(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """Waits for the device. The token of each row, and its log probabilities if the row asks."""
+        tokens = self.tokens.tolist()
+        told = self.logprobs.read() if self.logprobs is not None else []
+        by_row = dict(zip(self.logprob_rows, told, strict=True))
+        return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:

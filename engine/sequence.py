@@ -1,6 +1,6 @@
 """A request while an engine has it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -44,6 +44,7 @@ class Sequence:
         num_cached: tokens whose KV was there when it was admitted.
         num_published: of `blocks`, those that answer prefix lookups or whose content others answer for.
         hashes: the names of the full blocks of `tokens`, as far as they were needed.
+        num_samples: of the request, as long as this sequence stands for all of them; then 1.
         prompt_logprobs: gathered until they are told; None when nobody asked or they were told.
     """
 
@@ -52,6 +53,7 @@ class Sequence:
     sample: int
     kv_source: KVSource
     queued: float
+    num_samples: int = 1
     num_computed: int = 0
     num_cached: int = 0
     num_published: int = 0
@@ -73,7 +75,22 @@ class Sequence:
             sample=request.sample,
             kv_source=request.kv_source,
             queued=now,
+            num_samples=request.sampling.n,
             prompt_logprobs=_asked_prompt_logprobs(request),
+        )
+
+    def fork(self, offset: int) -> "Sequence":
+        """The sample that many after this one: the same tokens so far. It holds no blocks yet."""
+        return replace(
+            self,
+            tokens=[*self.tokens],
+            sample=self.sample + offset,
+            num_samples=1,
+            state=SequenceState.WAITING,
+            blocks=[],
+            hashes=[*self.hashes],
+            marks=replace(self.marks),
+            prompt_logprobs=None,
         )
 
     def age(self) -> tuple[float, SequenceId, int]:
@@ -137,14 +154,15 @@ class Sequence:
         ends = frozenset() if sampling.ignore_eos else eos_token_ids
         return sampling.stop_token_ids | ends | ignored
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the last token ends the sequence, or None. `min_tokens` is kept by the sampler's bans."""
+    def end_with(self, token: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why `token`, as the next one, would end the sequence, or None.
+
+        `min_tokens` is kept by the sampler's bans.
+        """
         sampling = self.request.sampling
-        last = self.tokens[-1]
-        heeds_eos = not sampling.ignore_eos or self.request.grammar is not None
-        if last in sampling.stop_token_ids or (heeds_eos and last in eos_token_ids):
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
             return FinishReason.STOP
-        if self.num_generated >= sampling.max_tokens:
+        if self.num_generated + 1 >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -154,4 +172,4 @@ def _asked_prompt_logprobs(request: EngineRequest) -> PromptLogprobs | None:
     count = request.sampling.prompt_logprobs
     if count is None or request.kv_source is KVSource.HANDOFF:
         return None
-    return PromptLogprobs(request.prompt, count)
+    return PromptLogprobs(len(request.prompt), count)
