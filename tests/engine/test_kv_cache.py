@@ -3,6 +3,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout, TensorLayout
+from engine.kv_quantization import quantized_layers
 
 LAYOUT = KVLayout(
     "f",
@@ -64,3 +65,50 @@ def test_copies_a_block_in_every_layer_and_tensor_and_changes_no_other(cache: KV
         assert torch.equal(cache.pages(*place)[1], before[place][3])
         others = [0, 2, 3, 4]
         assert torch.equal(cache.pages(*place)[others], before[place][others])
+
+
+@pytest.fixture(params=["int8", "fp8"])
+def small(request: pytest.FixtureRequest) -> KVCache:
+    """A quantized cache; K and V have 2 heads of 8."""
+    kv = tuple(TensorLayout(name, 2, 8, "float32") for name in ("key", "value"))
+    return KVCache(
+        KVLayout("f", request.param, 4, quantized_layers((kv,) * 2, request.param)), 5, torch.device("cpu")
+    )
+
+
+def fill(cache: KVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    key, value = torch.randn(2, len(slots), 2, 8)
+    return cache.write(layer, cache.rows(slots, 2), (key, value))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_a_quantized_cache_holds_what_write_returns(small: KVCache):
+    cached = fill(small, 1, SLOTS)
+    assert len(cached) == len(small.layout.layers[1]) == 4
+    for index, tensor in enumerate(cached):
+        assert torch.equal(bits(small.gather(1, index, SLOTS)), bits(tensor))
+        assert not small.pages(0, index).view(torch.uint8).any()
+
+
+def test_tokens_gathered_from_one_quantized_cache_are_the_same_bytes_in_another(small: KVCache):
+    fill(small, 0, SLOTS)
+    other, places = KVCache(small.layout, 5, small.device), torch.tensor([1, 2, 3, 10, 11])
+    for index in range(4):
+        moved = small.gather(0, index, SLOTS)
+        other.scatter(0, index, places, moved)
+        assert torch.equal(bits(other.gather(0, index, places)), bits(moved))
+
+
+def test_copies_a_quantized_block_with_its_scales(small: KVCache):
+    every_slot = torch.arange(20)
+    for layer in range(2):
+        fill(small, layer, every_slot)
+    small.copy_block(3, 1)
+    for layer in range(2):
+        for index in range(4):
+            pages = bits(small.pages(layer, index))
+            assert torch.equal(pages[1], pages[3])
+            assert not torch.equal(pages[1], pages[2])
