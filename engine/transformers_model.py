@@ -112,7 +112,7 @@ class TransformersModel:
         folder = config.folder
         Checkpoint(folder, dtype, device)  # raises when files are missing or damaged
         model = _read_model(config, dtype).eval()
-        model.to(device=device)
+        nn.Module.to(model, device)
         try:
             probed = probe(model, max_positions)
         # A model that does not follow transformers' interfaces fails in a way of its own.
