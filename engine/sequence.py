@@ -160,7 +160,8 @@ class Sequence:
         `min_tokens` is kept by the sampler's bans.
         """
         sampling = self.request.sampling
-        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
+        heeds_eos = not sampling.ignore_eos or self.request.grammar is not None
+        if token in sampling.stop_token_ids or (heeds_eos and token in eos_token_ids):
             return FinishReason.STOP
         if self.num_generated + 1 >= sampling.max_tokens:
             return FinishReason.LENGTH
