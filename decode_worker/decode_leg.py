@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.engine import EndedSequence, Engine
+from engine.engine import Engine
 from engine.kv_layout import KVLayout
-from engine.request import FinishReason, InvalidRequest, KVSource
+from engine.request import InvalidRequest, KVSource
+from engine.step_result import EndedSequence
 from kv_transfer.frame import KVSlice
 from kv_transfer.messages import Drop, DropCause, Open
 from kv_transfer.sink import (
@@ -23,7 +24,7 @@ from kv_transfer.sink import (
 from protos import worker_pb2
 from worker.drop_causes import dropped_leg
 from worker.engine_thread import EngineThread
-from worker.leg import FINISH_REASONS, Assignment, Leg, LegTable, sequence_id
+from worker.leg import Assignment, Leg, LegTable, sequence_id
 from worker.load_monitor import LoadMonitor
 from worker.session import RouterSession, SessionEnded
 from worker.submission import engine_request
@@ -93,35 +94,32 @@ class DecodeLeg(Leg):
         return flat.view(piece.token_count, form.num_heads, form.head_dim)
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
-        (first_token,) = first_tokens
         key = self._request.sequence_id
         try:
             await self._engine.call(
-                lambda engine: engine.begin_decode(key, first_token),
-                lambda reason: self._report_admitted(first_token, kv_bytes, reason),
+                lambda engine: engine.begin_decode(key, first_tokens),
+                lambda ended: self._report_admitted(first_tokens, kv_bytes, ended),
             )
         except KeyError as error:
             raise HandoffDropped(Drop(DropCause.CANCELLED, "the sequence is gone")) from error
 
-    def _report_admitted(self, first_token: int, kv_bytes: int, reason: FinishReason | None) -> None:
+    def _report_admitted(
+        self, first_tokens: tuple[int, ...], kv_bytes: int, ended: list[EndedSequence]
+    ) -> None:
         self._monitor.on_kv_received(kv_bytes)
         submit, event = self.assignment.submit, self.assignment.session.event()
         event.admitted.append(worker_pb2.Admitted(attempt=submit.attempt, kv_bytes=kv_bytes))
-        event.tokens.append(
-            worker_pb2.SequenceTokens(
-                attempt=submit.attempt,
-                sample=submit.sample,
-                index=len(self._request.generated),
-                token_ids=[first_token],
-            )
-        )
-        if reason is not None:
-            event.finished.append(
-                worker_pb2.Finished(
-                    attempt=submit.attempt, sample=submit.sample, finish_reason=FINISH_REASONS[reason]
+        for sample, token in enumerate(first_tokens, start=submit.sample):
+            event.tokens.append(
+                worker_pb2.SequenceTokens(
+                    attempt=submit.attempt,
+                    sample=sample,
+                    index=len(self._request.generated),
+                    token_ids=[token],
                 )
             )
-            self._end(None)
+        for each in ended:
+            self.on_ended(each)
 
     def release(self, drop: Drop) -> None:
         # The engine may have been asked for the blocks after `close`.
@@ -130,7 +128,8 @@ class DecodeLeg(Leg):
 
     def on_ended(self, ended: EndedSequence) -> None:
         self.report_finished(ended)
-        self._end(None)
+        if ended.is_last:
+            self._end(None)
 
     def _end(self, drop: Drop | None) -> None:
         if not self._over.done():

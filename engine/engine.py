@@ -11,15 +11,11 @@ from torch import Tensor
 from engine.batch import KVListener, LayerHook, ReadyChunk
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache
-from engine.logprobs import LogprobTensors
+from engine.logprobs import LogprobTensors, TokenLogprobs
 from engine.model import Model
-from engine.prompt_rows import (
-    PromptRows,
-    prompt_logprobs,
-    prompt_rows,
-)
+from engine.prompt_rows import PromptRows, book_prompt_logprobs, prompt_logprobs, prompt_rows, rows_of
 from engine.request import EngineRequest, InvalidRequest, RunUntil, SequenceId
-from engine.sampler import Sampled, SamplingRow, sample
+from engine.sampler import Sampled, SamplingRow, sample_rows
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step_result import (
@@ -30,6 +26,7 @@ from engine.step_result import (
     SampledToken,
     StepResult,
 )
+from engine.step_tensors import step_batch
 
 
 class EngineLimits(NamedTuple):
@@ -218,9 +215,9 @@ class Engine:
         self._scheduler.book_computed(sequence, len(sequence.tokens))
         self._scheduler.run(sequence)
         booking = _Booking()
-        for sample, token in zip(self._fork(sequence), first_tokens, strict=True):
-            sample.marks.decode_ready = time.monotonic()
-            self._book_token(sample, token, booking)
+        for each, token in zip(self._fork(sequence), first_tokens, strict=True):
+            each.marks.decode_ready = time.monotonic()
+            self._book_token(each, token, booking)
         return booking.ended
 
     def launch(self) -> LaunchedStep | None:
@@ -235,17 +232,21 @@ class Engine:
                 marks.first_chunk = marks.first_chunk or started
             else:
                 marks.first_decode = marks.first_decode or started
+        asked = prompt_rows(chunks)
+        wanted = [*_sampled_rows(chunks), *rows_of(asked)]
+        rows = [row for chunk in chunks if chunk.samples for row in self._sampling_rows(chunk.sequence)]
         with torch.inference_mode():
-            asked = prompt_rows(chunks)
-            logits = self._model.forward(self._batch(chunks, asked), self._cache, self._hook(chunks))
-            rows = [self._sampling_row(c.sequence) for c in chunks if c.samples]
+            for source, target in self._scheduler.take_copies():
+                self._cache.copy_block(source, target)
+            batch = step_batch(chunks, wanted, self.layout.block_size, self._cache.device)
+            logits = self._model.forward(batch, self._cache, self._hook(chunks))
             of_prompts = prompt_logprobs(logits[len(rows) :], asked)
-            sampled = sample(logits[: len(rows)], rows)
+            sampled = sample_rows(logits[: len(rows)], rows)
         return LaunchedStep(tuple(chunks), sampled, asked, of_prompts, started)
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Waits for a step and books what it brought. A sequence removed meanwhile is skipped."""
-        sampled = iter(step.tokens.tolist())
+        sampled = iter(step.sampled.read())
         now = time.monotonic()
         booking = _Booking()
         num_prompt_tokens = 0
@@ -268,28 +269,35 @@ class Engine:
             tuple(booking.tokens),
             tuple(booking.ended),
             tuple(booking.held),
+            book_prompt_logprobs(step.prompt_rows, step.prompt_logprobs),
             num_prompt_tokens,
             now - step.started,
         )
 
-    def _book_drawn(self, sequence: Sequence, drawn: list[int], now: float, booking: _Booking) -> None:
+    def _book_drawn(
+        self,
+        sequence: Sequence,
+        drawn: Rows[tuple[int, TokenLogprobs | None]],
+        now: float,
+        booking: _Booking,
+    ) -> None:
         """Books the next token of a sequence, or the first ones of all its samples."""
         marks = sequence.marks
         marks.last_token = now
         if not marks.decode_ready:
             marks.first_token = marks.decode_ready = now
-        for offset, token in enumerate(drawn):
-            booking.tokens.append(
-                SampledToken(sequence.sequence_id, sequence.sample + offset, sequence.num_generated, token)
-            )
-        goes_on = any(sequence.end_with(token, self._eos) is None for token in drawn)
+        index = sequence.num_generated
+        for sample, (token, logprobs) in enumerate(drawn, start=sequence.sample):
+            booking.tokens.append(SampledToken(sequence.sequence_id, sample, index, token, logprobs))
+        tokens = tuple(token for token, _ in drawn)
+        goes_on = any(sequence.end_with(token, self._eos) is None for token in tokens)
         if sequence.request.run_until is RunUntil.FIRST_TOKEN and goes_on:
             # The receiver makes the samples, also of those whose first token is their last.
             self._scheduler.pause(sequence)
-            booking.held.append(HeldSequence(sequence.sequence_id, tuple(drawn), marks, sequence.num_cached))
+            booking.held.append(HeldSequence(sequence.sequence_id, tokens, marks, sequence.num_cached))
             return
-        for sample, token in zip(self._fork(sequence), drawn, strict=True):
-            self._book_token(sample, token, booking)
+        for each, token in zip(self._fork(sequence), tokens, strict=True):
+            self._book_token(each, token, booking)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """A sequence for each sample, all over the same blocks, if there is only one for all of them."""

@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
         return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+def sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """The next token of each row of `logits` [num_rows, vocab] float32, which is overwritten.
 
     The log probabilities are those of the logits as they come.

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 from engine.block_hash import BlockHash, extend_hashes
-from engine.block_pool import BlockPool, IntegrityError
+from engine.block_pool import BlockId, BlockPool, IntegrityError
 from engine.prefill_order import response_ratio
 from engine.request import KVSource
 from engine.sequence import Sequence, SequenceState
@@ -53,6 +53,7 @@ class Scheduler:
         self._admitted: set[Sequence] = set()
         # Of those, the ones with tokens to compute, oldest first.
         self._running: list[Sequence] = []
+        self._copies: list[tuple[BlockId, BlockId]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -119,6 +120,18 @@ class Scheduler:
         """Schedules an admitted sequence from the next step on."""
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=Sequence.age)
+
+    def share(self, sequence: Sequence, fork: Sequence) -> None:
+        """Schedules a fork over the blocks of a running sequence. Whoever first writes into one copies it."""
+        self._pool.hold(sequence.blocks)
+        fork.hold([*sequence.blocks])
+        self._admitted.add(fork)
+        self.run(fork)
+
+    def take_copies(self) -> list[tuple[BlockId, BlockId]]:
+        """Blocks to copy, source and target, in order, before the step that `next_chunks` gave."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def pause(self, sequence: Sequence) -> None:
         """Takes a running sequence out of the steps; it keeps its blocks."""
@@ -191,8 +204,9 @@ class Scheduler:
         return singles
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Gives a sequence the block that its next token needs, if need be at the cost of the youngest."""
-        if sequence.num_computed < len(sequence.blocks) * self._block_size:
+        """Gives a sequence a block of its own for its next token, if need be at the cost of the youngest."""
+        index = sequence.num_computed // self._block_size
+        if index < len(sequence.blocks) and not self._pool.is_shared(sequence.blocks[index]):
             return True
         while self._pool.num_available == 0:
             youngest = next((s for s in reversed(self._running) if s.may_give_way), sequence)
@@ -202,7 +216,11 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.hold([*sequence.blocks, *self._pool.allocate(1)])
+        (block,) = self._pool.allocate(1)
+        if index < len(sequence.blocks):
+            self._copies.append((sequence.blocks[index], block))
+            self._pool.release(sequence.blocks[index : index + 1])
+        sequence.hold([*sequence.blocks[:index], block])
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -4,8 +4,8 @@ import asyncio
 import time
 from dataclasses import replace
 
-from engine.engine import EndedSequence, HeldSequence
 from engine.request import InvalidRequest, RunUntil
+from engine.step_result import EndedSequence, HeldSequence
 from kv_transfer.messages import Accepted, CloseReason, Drop, TransferId
 from kv_transfer.outbound import HandoffEnded, HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
@@ -93,12 +93,13 @@ class PrefillLeg(Leg):
 
     def on_held(self, held: HeldSequence) -> None:
         self._held = held
-        self._handoff.commit((held.first_token,))
+        self._handoff.commit(held.first_tokens)
         self._computed.set()
 
     def on_ended(self, ended: EndedSequence) -> None:
         self.report_finished(ended)
-        self._computed.set()
+        if ended.is_last:
+            self._computed.set()
 
     def _report(self, held: HeldSequence, outcome: Accepted | Drop | Closed) -> None:
         if not isinstance(outcome, Accepted):
@@ -112,6 +113,7 @@ class PrefillLeg(Leg):
                 prefill_s=marks.first_token - marks.first_chunk,
                 transfer_s=time.monotonic() - marks.first_token,
                 kv_bytes=outcome.kv_bytes,
+                cached_tokens=held.cached_tokens,
             )
         )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from engine.engine import Engine, EngineLoad, GrantedSequence, StepResult
+from engine.engine import Engine
+from engine.step_result import EngineLoad, GrantedSequence, StepResult
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.engine import EndedSequence, HeldSequence, SampledToken
 from engine.request import FinishReason, SequenceId
+from engine.step_result import EndedSequence, HeldSequence, SampledToken
 from protos import inference_pb2, worker_pb2
 from worker.engine_thread import EngineReport
 from worker.session import RouterSession
@@ -71,26 +71,29 @@ class Leg(ABC):
         raise AssertionError("this leg takes no hand-off")
 
     def on_held(self, held: HeldSequence) -> None:
-        """The sequence has its first token and keeps its blocks."""
+        """The samples have their first tokens, and the blocks are kept."""
         raise AssertionError("this leg makes no hand-off")
 
     def on_token(self, token: SampledToken) -> None:
         submit = self.assignment.submit
         self.assignment.session.event().tokens.append(
             worker_pb2.SequenceTokens(
-                attempt=submit.attempt, sample=submit.sample, index=token.index, token_ids=[token.token]
+                attempt=submit.attempt, sample=token.sample, index=token.index, token_ids=[token.token]
             )
         )
 
     @abstractmethod
     def on_ended(self, ended: EndedSequence) -> None:
-        """The sequence has its end and its blocks are free."""
+        """A sample has its end and its blocks are free."""
 
     def report_finished(self, ended: EndedSequence) -> None:
         """Tells the router the end, with the stages that were this worker's."""
         marks, submit = ended.marks, self.assignment.submit
         finished = worker_pb2.Finished(
-            attempt=submit.attempt, sample=submit.sample, finish_reason=FINISH_REASONS[ended.reason]
+            attempt=submit.attempt,
+            sample=ended.sample,
+            finish_reason=FINISH_REASONS[ended.reason],
+            cached_tokens=ended.cached_tokens,
         )
         if marks.first_token:
             finished.queue_s = marks.first_chunk - self.assignment.received

@@ -5,7 +5,7 @@ from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.engine import EngineLoad
+from engine.step_result import EngineLoad
 from protos import worker_pb2
 from worker.engine_thread import EngineReport
 

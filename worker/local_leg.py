@@ -2,8 +2,8 @@
 
 import asyncio
 
-from engine.engine import EndedSequence
 from engine.request import EngineRequest, InvalidRequest
+from engine.step_result import EndedSequence
 from protos import worker_pb2
 from worker.engine_thread import EngineThread
 from worker.leg import Assignment, Leg, LegDropped
@@ -30,4 +30,5 @@ class LocalLeg(Leg):
 
     def on_ended(self, ended: EndedSequence) -> None:
         self.report_finished(ended)
-        self._ended.set()
+        if ended.is_last:
+            self._ended.set()

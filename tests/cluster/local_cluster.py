@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 
 from decode_worker.server import DecodeWorker
-from engine.engine import Engine, EngineLoad
+from engine.engine import Engine
+from engine.step_result import EngineLoad
 from prefill_worker.server import PrefillWorker
 from protos import inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from engine.batch import KVListener
 from engine.config import EngineConfig
-from engine.engine import Engine, EndedSequence, HeldSequence, StepResult
+from engine.engine import Engine
 from engine.loading import load_engine
 from engine.request import EngineRequest, SamplingParams, SequenceId
+from engine.step_result import EndedSequence, HeldSequence, SampledToken, StepResult
 
 
 def tiny_engine(folder: Path, listener: KVListener | None = None, **options) -> Engine:
@@ -27,7 +28,7 @@ def request(name: str, prompt: Iterable[int], max_tokens: int = 8, **fields) -> 
 
 
 class Run:
-    """Steps an engine and gathers what comes."""
+    """Steps an engine and gathers what comes, by the sequence's name; further samples as "name#1"."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -44,9 +45,8 @@ class Run:
         result = self.engine.collect(launched)
         self.num_steps += 1
         for token in result.tokens:
-            texts = self.tokens.setdefault(token.sequence_id, [])
-            texts.append(token.token)
-        self.ended |= {e.sequence_id: e for e in result.ended}
+            self.tokens.setdefault(sample_name(token), []).append(token.token)
+        self.ended |= {sample_name(e): e for e in result.ended}
         self.held |= {h.sequence_id: h for h in result.held}
         self.engine.check_integrity()
         return result
@@ -55,6 +55,10 @@ class Run:
         while self.step() is not None:
             pass
         return self.tokens
+
+
+def sample_name(of: SampledToken | EndedSequence) -> str:
+    return f"{of.sequence_id}#{of.sample}" if of.sample else of.sequence_id
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.batch import DecodeRows, LayerHook, PrefillRows, StepBatch
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
+from engine.kv_quantization import quantized_layers
 from engine.loading import load_model
 from engine.model import Model
 from engine.model_config import read_model_config
@@ -35,13 +36,20 @@ def model_of(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
 class ModelSteps:
     """A model, its cache and a few sequences of known tokens."""
 
-    def __init__(self, model: Model, sequences: Sequence[Tensor], block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sequences: Sequence[Tensor],
+        block_size: int = BLOCK_SIZE,
+        kv_dtype: str | None = None,
+    ) -> None:
+        """`kv_dtype`: int8 or fp8; None: the model's dtype."""
         self.model = model
         self.sequences = sequences
         self.block_size = block_size
         needed = [-(-len(tokens) // block_size) for tokens in sequences]
-        dtype = str(model.dtype).removeprefix("torch.")
-        layout = KVLayout("fingerprint", dtype, block_size, model.kv_tensors)
+        layers = quantized_layers(model.kv_tensors, kv_dtype) if kv_dtype else model.kv_tensors
+        layout = KVLayout("fingerprint", layers[0][0].dtype, block_size, layers)
         self.cache = KVCache(layout, sum(needed) + 3, model.device)
         shuffled = torch.randperm(self.cache.num_blocks, generator=torch.Generator().manual_seed(1))
         self.tables = shuffled[: sum(needed)].split(needed)

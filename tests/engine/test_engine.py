@@ -86,8 +86,8 @@ def hand_off(wire: Wire, prefilled: Run, to: Run, *names: str) -> None:
         for index, tensor in enumerate(tensors):
             assert to.engine.import_kv(name, layer, index, token_start, tensor)
     for name in names:
-        to.tokens[name] = [prefilled.held[name].first_token]
-        assert to.engine.begin_decode(name, prefilled.held[name].first_token) is None
+        to.tokens[name] = [*prefilled.held[name].first_tokens]
+        assert to.engine.begin_decode(name, prefilled.held[name].first_tokens) == []
 
 
 def test_a_handed_off_sequence_goes_on_as_if_it_had_never_moved(tiny_model, reference):
