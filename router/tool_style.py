@@ -98,7 +98,10 @@ def plan_calls(use: ToolUse | None, style: ToolStyle | None) -> CallPlan:
     if use is None:
         return CallPlan()
     if style is None:
-        raise invalid("tools", "this model's calls cannot be read here; only tool_choice none is possible")
+        raise invalid(
+            "tools",
+            "how this model writes calls is not known (tool_call_format); only tool_choice none works",
+        )
     forced = [tool for tool in use.tools if tool.function.name in use.must_call]
     answer_start = style.call_start if forced else ""
     return CallPlan(
