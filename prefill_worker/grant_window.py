@@ -1,11 +1,13 @@
 """Which prompts may ask for a grant now: a few ahead of the computing, and none that blocks the others."""
 
 import asyncio
-from bisect import insort
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from engine.prefill_order import response_ratio
 
 
 @dataclass(eq=False, slots=True)
@@ -13,14 +15,14 @@ class Turn:
     """A prompt's place in the window.
 
     Attributes:
-        age: smaller is older; the oldest asks first.
         peer: the receiver that must grant.
         num_tokens: to compute.
+        came: `time.monotonic()` seconds.
     """
 
-    age: tuple[float, str]
     peer: str
     num_tokens: int
+    came: float = field(default_factory=time.monotonic)
     come: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -29,10 +31,16 @@ class GrantWindow:
 
     A receiver without room holds up its own prompts only: others overtake them. What it grants sits in its
     blocks until it is computed here, so grants are asked for only while fewer than `max_ahead_tokens`
-    are granted and not computed.
+    are granted and not computed. The next to ask is the one with the highest response ratio.
+
+    Args:
+        prefill_rate: tokens a second that this worker computes.
     """
 
-    def __init__(self, max_ahead_tokens: int, max_asking_per_peer: int = 2) -> None:
+    def __init__(
+        self, max_ahead_tokens: int, prefill_rate: Callable[[], float], max_asking_per_peer: int = 2
+    ) -> None:
+        self._prefill_rate = prefill_rate
         self._max_ahead_tokens = max_ahead_tokens
         self._max_asking_per_peer = max_asking_per_peer
         self._waiting: list[Turn] = []
@@ -51,7 +59,7 @@ class GrantWindow:
     @asynccontextmanager
     async def turn(self, turn: Turn) -> AsyncIterator[None]:
         """Waits until the prompt may ask for its grant; inside, it asks, then computes."""
-        insort(self._waiting, turn, key=lambda t: t.age)
+        self._waiting.append(turn)
         self._advance()
         try:
             await turn.come.wait()
@@ -79,6 +87,8 @@ class GrantWindow:
     def _advance(self) -> None:
         if self._ahead_tokens >= self._max_ahead_tokens:
             return
+        now, rate = time.monotonic(), self._prefill_rate()
+        self._waiting.sort(key=lambda t: response_ratio(now - t.came, t.num_tokens / rate), reverse=True)
         for turn in list(self._waiting):
             if self._asking[turn.peer] < self._max_asking_per_peer:
                 self._waiting.remove(turn)

@@ -73,7 +73,6 @@ class PrefillLeg(Leg):
     async def _compute(self) -> None:
         """Returns when the first token is there; raises HandoffEnded when the receiver is lost before."""
         turn = Turn(
-            age=(self._request.arrival_s, self._request.sequence_id),
             peer=self.assignment.submit.prefill.decode_worker_id,
             num_tokens=len(self._request.prompt) + len(self._request.generated),
         )

@@ -24,7 +24,7 @@ class PrefillWorker(WorkerServer):
         super().__init__(config)
         self._export = KVExport(asyncio.get_running_loop())
         # Two steps' worth: one that runs, and one that is ready when it ends.
-        self._window = GrantWindow(max_ahead_tokens=2 * config.step_tokens)
+        self._window = GrantWindow(2 * config.step_tokens, lambda: self.monitor.prefill_rate)
 
     def _listener(self) -> KVListener:
         return self._export

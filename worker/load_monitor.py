@@ -11,6 +11,8 @@ from worker.engine_thread import EngineReport
 
 # Steps that the medians are taken over.
 _WINDOW = 64
+# Tokens a second, before a step has measured it.
+_FIRST_PREFILL_RATE = 1000.0
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -37,6 +39,9 @@ class LoadMonitor:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that is held, 0 to 1.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens computed here.")
         self._generation_tokens = counter("generation_tokens", "Tokens sampled here.")
+        self._preemptions = counter("num_preemptions", "Sequences that gave their blocks up.")
+        self._prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._sent = counter("kv_sent_bytes", "K and V handed off to other workers.")
         self._received = counter("kv_received_bytes", "K and V handed off to this worker.")
         self._steps = Histogram(
@@ -44,7 +49,11 @@ class LoadMonitor:
         ).labels(role)
 
     def on_report(self, report: EngineReport) -> None:
-        self._load = load = report.load
+        load, before = report.load, self._load
+        self._load = load
+        self._preemptions.inc(load.num_preemptions - before.num_preemptions)
+        self._prefix_queries.inc(load.prefix_query_tokens - before.prefix_query_tokens)
+        self._prefix_hits.inc(load.prefix_hit_tokens - before.prefix_hit_tokens)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(1 - load.free_blocks / load.num_blocks)
@@ -65,6 +74,11 @@ class LoadMonitor:
         self._kv_bytes_received += num_bytes
         self._received.inc(num_bytes)
 
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return median(self._prefill_rate) if self._prefill_rate else _FIRST_PREFILL_RATE
+
     def report(self, *, legs_before_engine: int, tokens_before_engine: int) -> worker_pb2.LoadReport:
         """Both count what has come to the worker and not to its engine."""
         load = self._load
@@ -81,4 +95,7 @@ class LoadMonitor:
             kv_bytes_sent=self._kv_bytes_sent,
             kv_bytes_received=self._kv_bytes_received,
             draining=self.draining,
+            num_preemptions=load.num_preemptions,
+            prefix_query_tokens=load.prefix_query_tokens,
+            prefix_hit_tokens=load.prefix_hit_tokens,
         )

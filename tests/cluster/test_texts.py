@@ -57,7 +57,7 @@ async def test_sixteen_at_once_give_the_reference_texts(cluster: LocalCluster, r
 async def test_the_decode_worker_computes_no_prompt_and_receives_what_the_layout_says(cluster: LocalCluster):
     lengths = (1, 16, 40, 129)
     for length in lengths:
-        answer = await cluster.generate(token_request(prompt_of(length), 5, ignore_eos=True))
+        answer = await cluster.generate(token_request(prompt_of(length, seed=length), 5, ignore_eos=True))
         assert answer.last.served_by.kv_bytes == length * cluster.decode[0].layout.token_bytes
     prefill, decode = await cluster.loads()
     assert decode.computed_prompt_tokens == 0

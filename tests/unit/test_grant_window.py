@@ -1,10 +1,17 @@
 import asyncio
+import time
+
+import pytest
 
 from prefill_worker.grant_window import GrantWindow, Turn
 
 
-def turn(age: float, peer: str = "d0", num_tokens: int = 10) -> Turn:
-    return Turn((age, f"s{age}"), peer, num_tokens)
+def turn(came: float, peer: str = "d0", num_tokens: int = 10) -> Turn:
+    return Turn(peer, num_tokens, came)
+
+
+def grant_window(max_ahead_tokens: int, max_asking_per_peer: int) -> GrantWindow:
+    return GrantWindow(max_ahead_tokens, lambda: 1000.0, max_asking_per_peer)
 
 
 class Asker:
@@ -32,7 +39,7 @@ async def settle() -> None:
 
 
 async def test_no_more_ask_of_one_receiver_than_the_limit():
-    window = GrantWindow(max_ahead_tokens=1000, max_asking_per_peer=2)
+    window = grant_window(max_ahead_tokens=1000, max_asking_per_peer=2)
     askers = [Asker(window, turn(i)) for i in range(4)]
     await settle()
     assert [a.asks for a in askers] == [True, True, False, False]
@@ -42,7 +49,7 @@ async def test_no_more_ask_of_one_receiver_than_the_limit():
 
 
 async def test_a_receiver_without_room_holds_up_only_its_own_prompts():
-    window = GrantWindow(max_ahead_tokens=1000, max_asking_per_peer=1)
+    window = grant_window(max_ahead_tokens=1000, max_asking_per_peer=1)
     full = [Asker(window, turn(i, "full")) for i in range(2)]
     other = Asker(window, turn(9, "other"))
     await settle()
@@ -51,7 +58,7 @@ async def test_a_receiver_without_room_holds_up_only_its_own_prompts():
 
 
 async def test_nobody_asks_while_enough_is_granted_and_not_computed():
-    window = GrantWindow(max_ahead_tokens=15, max_asking_per_peer=1)
+    window = grant_window(max_ahead_tokens=15, max_asking_per_peer=1)
     first, second, third = (Asker(window, turn(i)) for i in range(3))
     await settle()
     first.grant.set()
@@ -65,20 +72,24 @@ async def test_nobody_asks_while_enough_is_granted_and_not_computed():
     assert third.asks
 
 
-async def test_the_oldest_asks_first():
-    window = GrantWindow(max_ahead_tokens=1000, max_asking_per_peer=1)
+@pytest.mark.parametrize(("short_waited_s", "first"), [(1000.0, "short"), (10.0, "long")])
+async def test_a_short_prompt_asks_before_a_long_one_that_has_not_waited_for_long(short_waited_s, first):
+    window = grant_window(max_ahead_tokens=100_000, max_asking_per_peer=1)
     running = Asker(window, turn(0))
     await settle()
-    young, old = Asker(window, turn(5)), Asker(window, turn(3))
+    now = time.monotonic()
+    long = Asker(window, turn(now - 1000, num_tokens=9000))
+    short = Asker(window, turn(now - short_waited_s, num_tokens=100))
     await settle()
     running.grant.set()
     await settle()
-    assert old.asks and not young.asks
+    assert {"long": long, "short": short}[first].asks
+    assert long.asks != short.asks
 
 
 async def test_a_cancel_at_any_point_gives_the_place_to_the_next():
     for point in ("waiting", "asking", "granted"):
-        window = GrantWindow(max_ahead_tokens=10, max_asking_per_peer=1)
+        window = grant_window(max_ahead_tokens=10, max_asking_per_peer=1)
         first = Asker(window, turn(0))
         await settle()
         cancelled = Asker(window, turn(1)) if point == "waiting" else first
