@@ -101,6 +101,9 @@ def up(
         str | None, typer.Option(help="Join this Ray cluster, host:port. Default: start one here.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto (default), float32 or bfloat16.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the KV cache: auto (default: as dtype), int8 or fp8.")
+    ] = None,
     http_port: Annotated[int | None, typer.Option(help="Of the OpenAI door. Default: 8000; 0: any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Of the gRPC door. Default: 50051; 0: any.")] = None,
     block: Annotated[
@@ -122,7 +125,7 @@ def up(
                 "model": model,
                 "ray_address": address,
                 "pools": {"prefill": {"workers": prefill}, "decode": {"workers": decode}},
-                "worker": {"dtype": dtype},
+                "worker": {"dtype": dtype, "kv_dtype": kv_dtype},
                 "router": {"http_port": http_port, "grpc_port": grpc_port},
             },
         )

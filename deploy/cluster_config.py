@@ -27,7 +27,7 @@ _WORKER_DECIDED = {
 }
 _ROUTER_DECIDED = {"model_path", "model_name", "prefill", "decode"}
 # Two workers that differ in one of these cannot hand over a sequence.
-_SAME_IN_BOTH_POOLS = ("dtype", "block_size", "max_model_len")
+_SAME_IN_BOTH_POOLS = ("dtype", "kv_dtype", "block_size", "max_model_len")
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -105,10 +105,10 @@ class ClusterConfig(BaseModel):
 
     model: str = Field(
         default="smollm2-135m",
-        description="A built-in name, a local Hugging Face folder or a hub id.",
+        description="A built-in name, a local Hugging Face folder, a GGUF file or a hub id.",
     )
     model_name: str | None = Field(
-        default=None, description="Shown to clients. Default: `model`, of a folder its name."
+        default=None, description="Shown to clients. Default: `model`, of a folder or file its name."
     )
     ray_address: str | None = Field(
         default=None,
@@ -123,8 +123,12 @@ class ClusterConfig(BaseModel):
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        is_folder = Path(self.model).expanduser().is_dir()
-        return self.model_name or (Path(self.model).expanduser().resolve().name if is_folder else self.model)
+        if self.model_name:
+            return self.model_name
+        path = Path(self.model).expanduser()
+        if path.is_dir():
+            return path.resolve().name
+        return path.stem if path.suffix == ".gguf" else self.model
 
     def pool(self, pool: Pool) -> PoolConfig:
         return self.pools.prefill if pool == "prefill" else self.pools.decode

@@ -1,11 +1,12 @@
 """Layouts, and prompts whose K and V are random bytes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.kv_layout import KVLayout, TensorLayout
+from engine.kv_quantization import quantized_layers
 from kv_transfer.frame import KVSlice
 from kv_transfer.packer import KVPiece
 
@@ -15,6 +16,10 @@ def make_layout(
 ) -> KVLayout:
     tensors = tuple(TensorLayout(name, num_heads, head_dim, dtype) for name in ("k", "v"))
     return KVLayout("f00d", dtype, 16, (tensors,) * num_layers)
+
+
+def quantized(layout: KVLayout, kv_dtype: str) -> KVLayout:
+    return replace(layout, dtype=kv_dtype, layers=quantized_layers(layout.layers, kv_dtype))
 
 
 def empty_kv(layout: KVLayout, num_tokens: int) -> list[list[np.ndarray]]:

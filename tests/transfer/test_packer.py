@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kv_layout import KVLayout
 from kv_transfer.frame import HEADER_BYTES, Frame, cut, decode, encode
 from kv_transfer.packer import JOINED_BYTES, FrameLimitTooSmall, FramePacker
-from tests.transfer.prompts import Prompt, empty_kv, make_layout, write_slice
+from tests.transfer.prompts import Prompt, empty_kv, make_layout, quantized, write_slice
 
 
 def pack(prompt: Prompt, chunk_tokens: int, max_frame_bytes: int) -> list[Frame]:
@@ -15,15 +16,17 @@ def pack(prompt: Prompt, chunk_tokens: int, max_frame_bytes: int) -> list[Frame]
 
 
 @given(
-    num_layers=st.integers(1, 5),
+    layout=st.builds(make_layout, num_layers=st.integers(1, 5)).flatmap(
+        lambda exact: st.sampled_from([exact, quantized(exact, "int8")])
+    ),
     num_tokens=st.integers(1, 40),
     chunk_tokens=st.integers(1, 40),
     max_payload=st.integers(64, 2048),
 )
 def test_frames_hold_the_prompt_and_none_is_over_the_limit(
-    num_layers: int, num_tokens: int, chunk_tokens: int, max_payload: int
+    layout: KVLayout, num_tokens: int, chunk_tokens: int, max_payload: int
 ) -> None:
-    prompt = Prompt.random(make_layout(num_layers=num_layers), num_tokens)
+    prompt = Prompt.random(layout, num_tokens)
     received = empty_kv(prompt.layout, num_tokens)
     frames = [encode(f) for f in pack(prompt, chunk_tokens, max_payload + HEADER_BYTES)]
     for number, sealed in enumerate(frames):

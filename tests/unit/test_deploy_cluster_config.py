@@ -41,6 +41,10 @@ def test_every_printed_key_has_a_comment() -> None:
             {"pools": {"decode": {"worker": {"block_size": 32}}}},
             "block_size must be the same in both pools, not 16 and 32",
         ),
+        (
+            {"pools": {"decode": {"worker": {"kv_dtype": "fp8"}}}},
+            "kv_dtype must be the same in both pools, not auto and fp8",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named(content: dict[str, object], message: str) -> None:

@@ -1,0 +1,53 @@
+"""Layouts over the wire, and what keeps two of them apart."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.kv_layout import KVLayout, TensorLayout
+from kv_transfer.compatibility import (
+    PROTOCOL_VERSION,
+    IncompatiblePeers,
+    check_compatible,
+    layout_from_proto,
+    layout_to_proto,
+)
+from tests.transfer.prompts import make_layout, quantized
+
+
+@pytest.mark.parametrize(
+    "layout", [make_layout(), make_layout(dtype="bfloat16"), quantized(make_layout(), "int8")]
+)
+def test_a_layout_comes_back_from_the_wire_as_it_was(layout: KVLayout) -> None:
+    assert layout_from_proto(layout_to_proto(layout)) == layout
+
+
+def test_a_tensor_without_a_dtype_has_the_layouts() -> None:
+    message = layout_to_proto(make_layout(dtype="bfloat16"))
+    for layer in message.layers:
+        for tensor in layer.tensors:
+            tensor.ClearField("dtype")
+    assert layout_from_proto(message) == make_layout(dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (make_layout(), quantized(make_layout(), "int8")),
+        (quantized(make_layout(), "int8"), quantized(make_layout(), "fp8")),
+        (quantized(make_layout(), "fp8"), make_layout(dtype="bfloat16")),
+    ],
+)
+def test_another_kv_dtype_is_refused_with_both_values(ours: KVLayout, theirs: KVLayout) -> None:
+    with pytest.raises(IncompatiblePeers) as refusal:
+        check_compatible(ours, theirs, PROTOCOL_VERSION)
+    assert f"dtype: {ours.dtype} here, {theirs.dtype} there" in str(refusal.value)
+
+
+def test_another_dtype_of_one_tensor_is_refused_with_both_values() -> None:
+    ours = quantized(make_layout(), "int8")
+    *others, scale = ours.layers[0]
+    wider = (*others, TensorLayout(scale.name, scale.num_heads, scale.head_dim, "float32"))
+    theirs = replace(ours, layers=(wider, *ours.layers[1:]))
+    with pytest.raises(IncompatiblePeers, match=r"layers\[0\].*1 bfloat16\] here.*1 float32\] there"):
+        check_compatible(ours, theirs, PROTOCOL_VERSION)
