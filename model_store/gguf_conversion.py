@@ -26,8 +26,8 @@ def convert(gguf: Path, folder: Path) -> None:
     _convert_tokenizer(gguf, folder, max_length)
 
 
-def _convert_model(gguf: Path, folder: Path) -> int:
-    """Returns the longest sequence the model was made for, in tokens."""
+def _convert_model(gguf: Path, folder: Path) -> int | None:
+    """Returns the longest sequence the model was made for, in tokens, if it says."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -36,12 +36,13 @@ def _convert_model(gguf: Path, folder: Path) -> int:
     )
     _say("writing the weights")
     model.save_pretrained(folder)
-    return model.config.max_position_embeddings
+    return getattr(model.config, "max_position_embeddings", None)
 
 
-def _convert_tokenizer(gguf: Path, folder: Path, max_length: int) -> None:
+def _convert_tokenizer(gguf: Path, folder: Path, max_length: int | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.model_max_length = max_length
+    if max_length is not None:
+        tokenizer.model_max_length = max_length
     if _pre_tokenizer_name(gguf) == "smollm":
         _split_single_digits(tokenizer.backend_tokenizer)
     tokenizer.save_pretrained(folder, save_jinja_files=False)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from model_store import resolve
 from model_store.conversion_cache import CONVERTER_VERSION, ConversionCache
-from model_store.errors import ConversionFailed
+from model_store.errors import ConversionFailed, CorruptFile, UnknownModel
 from model_store.folder import check_folder
+from model_store.gguf_file import conversion_name
 
 HEADS, KV_HEADS = 4, 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -65,31 +74,39 @@ def gguf_file(original: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFacto
     """The original in float32, with SmolLM2's kind of tokenizer."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    config = original.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // HEADS)
-    writer.add_vocab_size(len(TOKENS))
-    _add_tokenizer(writer)
+    _add_shape(writer, original)
+    writer.add_layer_norm_rms_eps(original.config.rms_norm_eps)
     for name, tensor in original.state_dict().items():
         if name != "lm_head.weight":
             writer.add_tensor(*_as_llama_cpp_has_it(name, tensor.numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     return path
 
 
 @pytest.fixture(scope="module")
 def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ConversionCache(tmp_path_factory.mktemp("cache")).get("tiny", gguf_file)
+
+
+def _add_shape(writer: gguf.GGUFWriter, model: LlamaForCausalLM | Starcoder2ForCausalLM) -> None:
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.hidden_size // HEADS)
+    writer.add_vocab_size(len(TOKENS))
+    _add_tokenizer(writer)
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
@@ -224,3 +241,75 @@ def test_the_default_cache_follows_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     (tmp_path / CONVERTED / "tiny").mkdir(parents=True)
     assert ConversionCache.default().get("tiny", Path(os.devnull)) == tmp_path / CONVERTED / "tiny"
+
+
+def test_a_files_path_resolves_to_its_conversion_and_the_same_content_is_converted_once(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    folder = resolve(str(gguf_file))
+    assert "reading tiny.gguf" in capfd.readouterr().err
+    copy = shutil.copy(gguf_file, tmp_path)
+    assert resolve(str(copy)) == folder
+    assert "reading" not in capfd.readouterr().err
+
+
+def test_another_content_under_the_same_name_has_another_conversion(gguf_file: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(gguf_file, tmp_path))
+    assert conversion_name(copy) == conversion_name(gguf_file)
+    content = bytearray(copy.read_bytes())
+    content[-1] ^= 1
+    copy.write_bytes(content)
+    assert conversion_name(copy) != conversion_name(gguf_file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "said"),
+    [
+        ("none.gguf", None, UnknownModel, "no file .*none"),
+        ("m-00001-of-00002.gguf", b"GGUF", UnknownModel, "one part of several"),
+        ("text.gguf", b"not a model", CorruptFile, "not a GGUF"),
+        ("cut.gguf", b"GGUF", ConversionFailed, "cut.gguf could not be converted"),
+    ],
+)
+def test_a_file_that_cannot_be_converted_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    error: type[Exception],
+    said: str,
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=said):
+        resolve(str(tmp_path / name))
+
+
+def test_a_file_of_another_architecture_keeps_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Starcoder2Config(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        sliding_window=None,
+    )
+    original = Starcoder2ForCausalLM(config).bfloat16().float()
+    file = tmp_path / "coder.gguf"
+    writer = gguf.GGUFWriter(file, "starcoder2")
+    _add_shape(writer, original)
+    writer.add_layer_norm_eps(config.norm_epsilon)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.STARCODER2, 2)
+    for name, tensor in original.state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
+    _write(writer)
+    model = AutoModelForCausalLM.from_pretrained(ConversionCache(tmp_path).get("coder", file))
+    assert isinstance(model, Starcoder2ForCausalLM)
+    for name, weight in original.state_dict().items():
+        assert torch.equal(model.state_dict()[name].float(), weight), name
