@@ -283,28 +283,24 @@ def test_no_more_sequences_hold_blocks_than_the_limit(limit):
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Arrivals, steps, hand-offs, holds and cancels in any order."""
+    """Arrivals, steps, hand-offs, holds, forks and cancels in any order; all prompts share their prefix."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12)
-        self.scheduler = Scheduler(self.pool, block_size=BLOCK_SIZE, step_tokens=7, max_running=4)
+        self.scheduler = Scheduler(self.pool, block_size=BLOCK_SIZE, step_tokens=7, max_running=6)
         self.live: list[Sequence] = []
         self.count = 0
 
     @rule(
         prompt=st.integers(1, 20),
         output=st.integers(1, 12),
-        part=st.sampled_from(
-            [
-                {},
-                {"kv_source": KVSource.HANDOFF},
-                {"run_until": RunUntil.FIRST_TOKEN},
-            ]
-        ),
+        n=st.integers(1, 3),
+        part=st.sampled_from([{}, {"kv_source": KVSource.HANDOFF}, {"run_until": RunUntil.FIRST_TOKEN}]),
     )
-    def arrive(self, prompt, output, part):
-        new = sequence(f"s{self.count}", prompt, output, age=self.count, **part)
+    def arrive(self, prompt, output, n, part):
+        sampling = SamplingParams(max_tokens=output, n=n)
+        new = sequence(f"s{self.count}", prompt, age=self.count, sampling=sampling, **part)
         self.count += 1
         self.scheduler.add(new)
         self.live.append(new)
@@ -318,12 +314,21 @@ class AnyHistory(RuleBasedStateMachine):
     def complete_imports(self):
         for s in [s for s in self.live if s.state is SequenceState.IMPORTING]:
             self.scheduler.book_computed(s, len(s.tokens))
-            s.tokens.append(0)
-            if s.request.sampling.max_tokens == 1:
-                self.scheduler.remove(s)
-                self.live.remove(s)
-            else:
-                self.scheduler.run(s)
+            self.scheduler.run(s)
+            self.sample(s)
+
+    def sample(self, s: Sequence) -> None:
+        """Gives it its next token, or all its samples their first, each another one."""
+        forks = [s.fork(offset) for offset in range(1, s.num_samples)]
+        s.num_samples = 1
+        for fork in forks:
+            self.scheduler.share(s, fork)
+            self.live.append(fork)
+        for each in (s, *forks):
+            each.tokens.append(100 + each.sample)
+            if each.num_generated >= each.request.sampling.max_tokens:
+                self.scheduler.remove(each)
+                self.live.remove(each)
 
     @rule()
     def step(self):
@@ -334,18 +339,28 @@ class AnyHistory(RuleBasedStateMachine):
         for s in skipped:
             assert s.state is SequenceState.WAITING or self.pool.num_available == 0
         assert sum(c.num_tokens for c in chunks) <= max(7, len(streams))
+        self.check_copies()
+        for chunk in chunks:
+            self.check_room(chunk)
         for chunk in chunks:
             s, samples = chunk.sequence, chunk.samples
-            assert len(s.blocks) * BLOCK_SIZE >= chunk.token_end
             self.scheduler.book_computed(s, chunk.token_end)
-            if not samples:
-                continue
-            s.tokens.append(0)
-            if s.num_generated >= s.request.sampling.max_tokens:
-                self.scheduler.remove(s)
-                self.live.remove(s)
-            elif s.request.run_until is RunUntil.FIRST_TOKEN:
+            if samples and s.request.run_until is RunUntil.FIRST_TOKEN:
                 self.scheduler.pause(s)
+            elif samples:
+                self.sample(s)
+
+    def check_copies(self) -> None:
+        """A copy goes into a block that one sequence alone holds."""
+        for _, target in self.scheduler.take_copies():
+            assert not self.pool.is_shared(target)
+
+    def check_room(self, chunk) -> None:
+        """Nobody else sees the blocks that the chunk writes."""
+        s = chunk.sequence
+        assert len(s.blocks) * BLOCK_SIZE >= chunk.token_end
+        for block in s.blocks[chunk.token_start // BLOCK_SIZE :]:
+            assert not self.pool.is_shared(block)
 
     @invariant()
     def books_agree(self):
@@ -357,6 +372,19 @@ class AnyHistory(RuleBasedStateMachine):
         if self.live and self.scheduler.num_admitted == 0:
             raise AssertionError("sequences wait though no other holds a block")
 
+    def teardown(self):
+        """Every request ends once those that hold blocks for a hand-off let them go."""
+        for _ in range(2000):
+            self.complete_imports()
+            for s in [s for s in self.live if s.state is SequenceState.HELD]:
+                self.scheduler.remove(s)
+                self.live.remove(s)
+            self.step()
+            if not self.live:
+                break
+        assert not self.live
+        assert self.pool.num_available == self.pool.num_blocks
+
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
