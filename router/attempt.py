@@ -1,18 +1,19 @@
 """One attempt at a request: what its workers say of it, merged into one course."""
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 from protos import inference_pb2, worker_pb2
 from router.completion import FinishReason, ServedBy, StageTimes
 from router.errors import ErrorCode, RequestError, unavailable
+from router.sample_course import SampleCourse, SampleFinished, Tokens
+from router.sampling_options import SamplingOptions
 from router.stage_clock import StageClock
 from router.submission import AttemptId
-from router.token_merge import TokenMerge
 from router.worker_session import LegEvent, SessionLost, WorkerSession
 
 # How long one worker's word is waited for after the other's has all but decided.
@@ -26,6 +27,10 @@ _FINISH_REASONS = {
 _REFUSALS = frozenset(
     {worker_pb2.DROP_CAUSE_INVALID, worker_pb2.DROP_CAUSE_DRAINING, worker_pb2.DROP_CAUSE_INCOMPATIBLE}
 )
+# How a worker's refusal begins when one field is at fault.
+_NAMES_FIELD = re.compile(r"([a-z_]{1,64}): ")
+
+AttemptEvent = worker_pb2.PromptLogprobs | Tokens | SampleFinished
 
 
 class Leg(Enum):
@@ -38,44 +43,48 @@ class Leg(Enum):
         return cls(submit.WhichOneof("leg"))
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A gapless run, `arrived_s` on `time.monotonic`'s clock."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    arrived_s: float
-
-
 class Attempt:
     """Listens to both legs and decides.
 
-    The decode (or local) leg decides: its Finished, its Dropped, the end of its session. The prefill
-    leg decides only when it finishes the sequence at its first token or refuses it before any
-    hand-off; its other failures are hints, because the hand-off may have been accepted: the decode
-    leg has `PATIENCE_S` to say so.
+    The decode (or local) leg decides: its Finished of every sample, its Dropped, the end of its session.
+    The prefill leg decides only when it finishes all samples at their first token or refuses the attempt
+    before any hand-off; its other failures are hints, because the hand-off may have been accepted: the
+    decode leg has `PATIENCE_S` to say so.
     As soon as the attempt is decided, every leg that has not ended is cancelled.
     """
 
-    def __init__(self, identity: AttemptId, *, first_index: int, max_tokens: int, arrival_s: float) -> None:
+    def __init__(
+        self,
+        identity: AttemptId,
+        first_indices: Mapping[int, int],
+        options: SamplingOptions,
+        arrival_s: float,
+    ) -> None:
         """
         Args:
-            first_index: of the next token: as many are generated already.
-            max_tokens: generated tokens in all, earlier attempts' included.
+            first_indices: of every sample the next token's index: as many are generated already.
         """
         self._wire_id = worker_pb2.Attempt(number=identity.number, attempt=identity.attempt)
         self._clock = StageClock(arrival_s, time.monotonic())
-        self._merge = TokenMerge(first_index, max_tokens)
+        self._courses = {
+            sample: SampleCourse(sample, first, options) for sample, first in first_indices.items()
+        }
+        # Samples with something to take, the longest waiting first.
+        self._news: dict[int, SampleCourse] = {}
+        self._awaits_prompt = options.prompt_logprobs is not None
+        self._prompt: worker_pb2.PromptLogprobs | None = None
         self._sessions: dict[Leg, WorkerSession] = {}
         self._worker_ids: dict[Leg, str] = {}
-        self._open: set[Leg] = set()
+        # The samples that a leg which has not ended has not finished.
+        self._open: dict[Leg, set[int]] = {}
         self._changed = asyncio.Event()
         self._patience: asyncio.TimerHandle | None = None
         self._hint: RequestError | None = None
         self._admitted = False
         self._kv_bytes = 0
-        self._finish: tuple[Leg, FinishReason] | None = None
-        self._outcome: FinishReason | RequestError | None = None
+        self._is_decided = False
+        self._error: RequestError | None = None
+        self.cached_tokens = 0
 
     def submit(self, legs: Sequence[tuple[WorkerSession, str, worker_pb2.Submit]]) -> None:
         """Submits every leg: its session, its worker's id, its message."""
@@ -83,33 +92,61 @@ class Attempt:
             leg = Leg.of(message)
             self._sessions[leg] = session
             self._worker_ids[leg] = worker_id
-            self._open.add(leg)
+            self._open[leg] = set(self._courses)
         for session, _, message in legs:
             session.submit(message, partial(self._hear, Leg.of(message)))
 
-    async def next_tokens(self) -> Tokens | None:
-        """All tokens since the last call, at least one. None: the sequence has its end.
+    async def next_event(self) -> AttemptEvent | None:
+        """The prompt's log probabilities first, if they were asked for; then of each sample its tokens (all
+        since the last time, at least one) and its end. None: every sample has its end.
 
         Raises:
             RequestError: the attempt failed. Every token that was said before is out.
         """
-        while not self._merge.has_ready:
-            match self._outcome:
-                case RequestError() as error:
-                    raise error
-                case FinishReason():
-                    return None
+        while (event := self._take()) is None:
+            if self._error is not None:
+                raise self._error
+            if self._is_decided:
+                return None
             self._changed.clear()
             await self._changed.wait()
-        index, token_ids = self._merge.take()
-        assert self._clock.last_token_s is not None
-        return Tokens(index, token_ids, self._clock.last_token_s)
+        return event
+
+    def _take(self) -> AttemptEvent | None:
+        if self._awaits_prompt:
+            return None
+        if self._prompt is not None:
+            prompt, self._prompt = self._prompt, None
+            return prompt
+        while self._news:
+            sample = next(iter(self._news))
+            course = self._news.pop(sample)
+            if (event := course.take()) is not None:
+                if isinstance(event, Tokens) and course.is_over:
+                    self._news[sample] = course
+                return event
+        return None
+
+    def abandon(self, sample: int) -> None:
+        """Nothing more of this sample is wanted. With the last one the attempt is over."""
+        self._courses[sample].abandon()
+        if self._is_over and not self._has_gap:
+            self._decide(None)
+        self._settle()
 
     @property
-    def finish_reason(self) -> FinishReason:
-        """Of an attempt whose `next_tokens` has returned None."""
-        assert isinstance(self._outcome, FinishReason)
-        return self._outcome
+    def last_token_s(self) -> float:
+        """When the last token came, on `time.monotonic`'s clock."""
+        assert self._clock.last_token_s is not None
+        return self._clock.last_token_s
+
+    @property
+    def _is_over(self) -> bool:
+        return all(course.is_over for course in self._courses.values())
+
+    @property
+    def _has_gap(self) -> bool:
+        return self._awaits_prompt or any(course.has_gap for course in self._courses.values())
 
     def stage_times(self) -> StageTimes:
         return self._clock.times()
@@ -136,11 +173,12 @@ class Attempt:
             case worker_pb2.Admitted():
                 self._admitted, self._kv_bytes = True, event.kv_bytes
                 self._clock.admitted(time.monotonic())
+            case worker_pb2.PromptLogprobs():
+                self._on_prompt(event)
             case worker_pb2.Prefilled():
                 self._over(leg)
-                self._clock.prefilled(event)
+                self._on_prefilled(event)
             case worker_pb2.Finished():
-                self._over(leg)
                 self._on_finished(leg, event)
             case worker_pb2.Dropped():
                 self._over(leg)
@@ -152,20 +190,35 @@ class Attempt:
         self._changed.set()
 
     def _over(self, leg: Leg) -> None:
-        self._open.discard(leg)
+        self._open.pop(leg, None)
         self._sessions[leg].release(self._wire_id.number)
 
     def _on_tokens(self, event: worker_pb2.SequenceTokens) -> None:
-        before = self._merge.next_index
-        self._merge.add(event.index, event.token_ids)
-        if self._merge.next_index > before:
+        course = self._courses.get(event.sample)
+        if course is not None and course.hear(event):
+            self._news[event.sample] = course
             self._clock.token(time.monotonic())
 
+    def _on_prompt(self, event: worker_pb2.PromptLogprobs) -> None:
+        if self._awaits_prompt:
+            self._prompt, self._awaits_prompt = event, False
+
+    def _on_prefilled(self, event: worker_pb2.Prefilled | worker_pb2.Finished) -> None:
+        self._clock.prefilled(event)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+
     def _on_finished(self, leg: Leg, event: worker_pb2.Finished) -> None:
-        if self._finish is None:
-            self._finish = (leg, _FINISH_REASONS.get(event.finish_reason, FinishReason.STOP))
+        course = self._courses.get(event.sample)
+        unfinished = self._open.get(leg)
+        if course is None or unfinished is None:
+            return
+        unfinished.discard(event.sample)
+        if not unfinished:
+            self._over(leg)
+        course.finish(_FINISH_REASONS.get(event.finish_reason, FinishReason.STOP))
+        self._news[event.sample] = course
         if leg is not Leg.DECODE:
-            self._clock.prefilled(event)
+            self._on_prefilled(event)
         if leg is not Leg.PREFILL:
             self._clock.decoded(event)
 
@@ -176,37 +229,40 @@ class Attempt:
             return
         error = self._drop_error(leg, event)
         if leg is Leg.PREFILL and event.cause in _REFUSALS and not self._admitted:
-            self._conclude(error)
+            self._decide(error)
         else:
             self._on_failed(leg, error)
 
     def _on_lost(self, leg: Leg, died: RequestError) -> None:
         if leg is Leg.PREFILL:
             self._on_failed(leg, died)
-        elif self._finish is None:
+        elif not self._is_over:
             # Whatever the prefill worker said before: this is its cause.
-            self._conclude(died)
+            self._decide(died)
 
     def _on_failed(self, leg: Leg, error: RequestError) -> None:
-        if self._finish is not None:
+        if self._is_over:
             return
         if leg is Leg.PREFILL:
             if Leg.DECODE not in self._open:
-                self._conclude(error)
+                self._decide(error)
             elif not self._admitted:
                 self._expect(error)
         elif self._hint is not None and not self._admitted:
             # The prefill worker's own word is nearer to the cause.
-            self._conclude(self._hint)
+            self._decide(self._hint)
         else:
-            self._conclude(error)
+            self._decide(error)
 
     def _drop_error(self, leg: Leg, event: worker_pb2.Dropped) -> RequestError:
         cause = worker_pb2.DropCause.Name(event.cause).removeprefix("DROP_CAUSE_").lower()
         message = f"worker {self._worker_ids[leg]} dropped the request ({cause}): {event.detail}"
         match event.cause:
             case worker_pb2.DROP_CAUSE_INVALID:
-                return RequestError(ErrorCode.INVALID_ARGUMENT, event.detail or message)
+                named = _NAMES_FIELD.match(event.detail)
+                return RequestError(
+                    ErrorCode.INVALID_ARGUMENT, event.detail or message, field=named and named[1]
+                )
             case worker_pb2.DROP_CAUSE_INTERNAL | worker_pb2.DROP_CAUSE_INCOMPATIBLE:
                 return RequestError(ErrorCode.INTERNAL, message)
             case worker_pb2.DROP_CAUSE_PUSH_BROKEN | worker_pb2.DROP_CAUSE_DAMAGED if leg is Leg.DECODE:
@@ -215,38 +271,38 @@ class Attempt:
                 return unavailable(message)
 
     def _settle(self) -> None:
-        """Concludes a sequence that has its end, once nothing that belongs to it can still come."""
-        if self._finish is None or self._outcome is not None:
+        """Decides an attempt whose samples have their ends, once nothing of it can still come."""
+        if self._is_decided or not self._is_over:
             return
-        leg, reason = self._finish
-        awaits_times = leg is Leg.DECODE and Leg.PREFILL in self._open
-        if not self._merge.has_gap and not awaits_times:
-            self._conclude(reason)
-        elif Leg.PREFILL not in self._open:
-            self._conclude(self._gap_error())
-        else:
+        if Leg.PREFILL in self._open:
             self._expect(self._gap_error())
+        else:
+            self._decide(self._gap_error() if self._has_gap else None)
 
     def _gap_error(self) -> RequestError:
-        return RequestError(ErrorCode.INTERNAL, f"token {self._merge.next_index} never came")
+        if self._awaits_prompt:
+            return RequestError(ErrorCode.INTERNAL, "the prompt's log probabilities never came")
+        missing = next((c.next_index for c in self._courses.values() if c.has_gap), 0)
+        return RequestError(ErrorCode.INTERNAL, f"token {missing} never came")
 
     def _expect(self, otherwise: RequestError) -> None:
         """Another word is due, within `PATIENCE_S`; `otherwise` is the outcome without it."""
-        if self._outcome is None and self._patience is None:
+        if not self._is_decided and self._patience is None:
             self._hint = otherwise
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(PATIENCE_S, self._lose_patience)
 
     def _lose_patience(self) -> None:
-        if self._finish is not None and not self._merge.has_gap:
-            self._conclude(self._finish[1])
+        if self._is_over and not self._has_gap:
+            self._decide(None)
         elif self._hint is not None and not self._admitted:
-            self._conclude(self._hint)
-        elif self._finish is not None:
-            self._conclude(self._gap_error())
+            self._decide(self._hint)
+        elif self._is_over:
+            self._decide(self._gap_error())
 
-    def _conclude(self, outcome: FinishReason | RequestError) -> None:
-        if self._outcome is None:
-            self._outcome = outcome
+    def _decide(self, error: RequestError | None) -> None:
+        """The attempt is over: with an error, or with the end of every sample."""
+        if not self._is_decided:
+            self._is_decided, self._error = True, error
             self._changed.set()
             self.close()

@@ -1,7 +1,8 @@
-"""What comes back for a request: pieces of text, then one end."""
+"""What comes back for a request: the outputs of its samples, then one end."""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class FinishReason(Enum):
@@ -9,12 +10,29 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+class TokenLogprobs(NamedTuple):
+    """Of one token: its own log probability, and the (id, log probability) of the likeliest in its place,
+    best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Token(NamedTuple):
+    """`logprobs` is None where they were not asked for."""
+
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt, and tokens that were delivered."""
+    """Tokens of the prompt, tokens that were delivered, and prompt tokens that were not computed."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
 
     @property
     def total_tokens(self) -> int:
@@ -43,24 +61,53 @@ class ServedBy:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """The prompt with its log probabilities (the first token has none). Comes first, if it was asked for."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """The next tokens and the text that they made final, which can lag behind them.
+    """A sample's next tokens and the text that they made final, which can lag behind them.
 
     Attributes:
-        index: the place of the first of `token_ids` among the generated tokens.
+        index: the place of the first of `tokens` among the sample's generated tokens.
+        starts: where the text of each of `tokens` begins in the sample's text.
     """
 
+    sample: int
     index: int
-    token_ids: tuple[int, ...]
+    tokens: tuple[Token, ...]
+    starts: tuple[int, ...]
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Comes once, last. `text` was held back until now."""
+class SampleEnd:
+    """A sample's last output.
 
+    Attributes:
+        num_tokens: generated tokens in all.
+        text: was held back until now.
+        at_stop_string: the text ends before a stop string; tokens that start at its end are part of it.
+    """
+
+    sample: int
+    num_tokens: int
     text: str
     finish_reason: FinishReason
+    at_stop_string: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Comes once, last. `last` is the end of the sample that ended last."""
+
+    last: SampleEnd
     usage: Usage
     stage_times: StageTimes
     served_by: ServedBy
+
+
+Output = ScoredPrompt | Piece | SampleEnd | End

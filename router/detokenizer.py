@@ -1,5 +1,7 @@
 """Generated tokens to text, token by token."""
 
+from collections.abc import Sequence
+
 from router.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -67,3 +69,22 @@ class Detokenizer:
         self._context, self._context_text = [], ""
         self._held = last
         return text
+
+
+def text_starts(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+    """Where each token of a prompt begins in its text, which may name special tokens or leave them out.
+
+    Exact where decoding gives `text` back (a normalizer can change it); never beyond its end.
+    """
+    detokenizer = Detokenizer(tokenizer)
+    starts: list[int] = []
+    at = 0
+    for token_id in token_ids:
+        starts.append(min(at, len(text)))
+        if token_id not in tokenizer.special_ids:
+            at += len(detokenizer.push(token_id))
+            continue
+        at += len(detokenizer.finish())
+        name = tokenizer.token_text(token_id)
+        at += len(name) if text.startswith(name, at) else 0
+    return tuple(starts)

@@ -65,6 +65,11 @@ class RequestError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
 
+    def with_field(self, field: str) -> "RequestError":
+        """The same, in the words of a client that calls the wrong field so."""
+        message = self.message.removeprefix(f"{self.field}: ")
+        return RequestError(self.code, f"{field}: {message}", field=field, retry_after_s=self.retry_after_s)
+
 
 def invalid(field: str, message: str) -> RequestError:
     """A field that is wrong."""

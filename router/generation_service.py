@@ -1,4 +1,4 @@
-"""What both doors open on: a draft in, the pieces of a completion out."""
+"""What both doors open on: a draft in, the outputs of a completion out."""
 
 import asyncio
 import logging
@@ -7,28 +7,28 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from router.cluster_view import Role, WorkerStatus
-from router.completion import End, Piece
+from router.completion import End, Output
 from router.errors import ErrorCode, RequestError, unavailable
 from router.fleet import Fleet, count_ready, max_model_len
 from router.generation_request import (
     ChatPrompt,
     GenerationRequest,
-    Limits,
     RequestDraft,
     TextPrompt,
     TokenPrompt,
+    check_cache_salt,
     check_prompt,
-    check_sampling,
     check_stop,
 )
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
 from router.request_run import RequestRun
+from router.sampling_options import Limits, check_sampling
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Outputs = AsyncGenerator[Piece | End, None]
+Outputs = AsyncGenerator[Output, None]
 
 
 class GenerationService:
@@ -44,7 +44,7 @@ class GenerationService:
     ) -> None:
         self.card = card
         self.draining = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._fleet = fleet
         self._metrics = metrics
         self._local_prefill_tokens = local_prefill_tokens
@@ -79,7 +79,7 @@ class GenerationService:
         await self._idle.wait()
 
     async def generate(self, draft: RequestDraft) -> Outputs:
-        """Pieces, then one `End`. Closing the generator cancels the request on its workers.
+        """Outputs, the last of them one `End`. Closing the generator cancels the request on its workers.
 
         Raises:
             RequestError: any code of `ErrorCode`.
@@ -108,7 +108,7 @@ class GenerationService:
         if self.draining:
             raise unavailable("the router is leaving")
         request = await self._check(draft)
-        run = RequestRun(request, self._fleet, self._tokenizer, self._metrics, self._local_prefill_tokens)
+        run = RequestRun(request, self._fleet, self.tokenizer, self._metrics, self._local_prefill_tokens)
         async with aclosing(run.outputs()) as outputs:
             async for output in outputs:
                 yield output
@@ -123,10 +123,10 @@ class GenerationService:
             case TokenPrompt(token_ids):
                 field = "prompt"
             case TextPrompt(text):
-                field, token_ids = "prompt", await self._tokenizer.encode_text(text)
+                field, token_ids = "prompt", await self.tokenizer.encode_text(text)
             case ChatPrompt(messages, tools, answer_start):
                 field = "messages"
-                token_ids = await self._tokenizer.encode_chat(messages, tools, answer_start)
+                token_ids = await self.tokenizer.encode_chat(messages, tools, answer_start)
         limits = self.limits
         prompt = check_prompt(field, token_ids, limits)
         return GenerationRequest(
@@ -135,6 +135,7 @@ class GenerationService:
             sampling=check_sampling(draft.sampling, len(prompt), limits),
             stop=stop,
             markup=draft.markup,
+            cache_salt=check_cache_salt(draft.cache_salt),
             arrival_s=draft.arrival_s,
             arrival_unix_s=draft.arrival_unix_s,
         )
@@ -158,7 +159,7 @@ class GenerationService:
         logger.info(
             "%s: %s after %d + %d tokens in %.3f s, prefilled by %s, decoded by %s",
             draft.request_id,
-            end.finish_reason.value,
+            end.last.finish_reason.value,
             end.usage.prompt_tokens,
             end.usage.completion_tokens,
             latency_s,

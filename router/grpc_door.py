@@ -11,18 +11,19 @@ from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
 from router.chat_template import ChatMessage
-from router.completion import End, FinishReason, Piece
+from router.completion import End, FinishReason, Output, Piece, SampleEnd, ScoredPrompt, TokenLogprobs
 from router.errors import ErrorCode, RequestError, grpc_code, invalid
 from router.errors import rpc_status as error_status
 from router.generation_request import (
     ChatPrompt,
     Prompt,
     RequestDraft,
-    SamplingDraft,
     TextPrompt,
     TokenPrompt,
 )
 from router.generation_service import GenerationService
+from router.grammar import Grammar, JsonObject, JsonSchema, Regex
+from router.sampling_options import SamplingDraft
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -30,7 +31,10 @@ _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
-_FIELD_PATHS = {"messages": "chat.messages", "prompt": "prompt", "stop": "stop", "model": "model"}
+_FIELD_PATHS = {
+    "messages": "chat.messages",
+    **{name: name for name in ("prompt", "stop", "model", "cache_salt")},
+}
 
 
 class GrpcDoor(inference_pb2_grpc.InferenceServicer):
@@ -90,6 +94,7 @@ def _draft(
         prompt=_prompt(request),
         sampling=_sampling(request.sampling),
         stop=tuple(request.stop),
+        cache_salt=request.cache_salt,
         arrival_s=arrival_s,
         arrival_unix_s=arrival_unix_s,
     )
@@ -124,35 +129,96 @@ def _sampling(params: inference_pb2.SamplingParams) -> SamplingDraft:
         min_tokens=params.min_tokens,
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty if given("repetition_penalty") else None,
+        logit_bias=dict(params.logit_bias),
+        n=params.n if given("n") else None,
+        logprobs=params.logprobs if given("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if given("prompt_logprobs") else None,
+        grammar=_grammar(params.grammar),
     )
 
 
-def _response(request_id: str, output: Piece | End) -> inference_pb2.GenerateResponse:
-    if isinstance(output, Piece):
-        return inference_pb2.GenerateResponse(
-            request_id=request_id, index=output.index, token_ids=output.token_ids, text=output.text
-        )
-    times, served_by = output.stage_times, output.served_by
+def _grammar(grammar: inference_pb2.Grammar) -> Grammar | None:
+    match grammar.WhichOneof("form"):
+        case "json_object":
+            return JsonObject()
+        case "json_schema":
+            return JsonSchema(grammar.json_schema)
+        case "regex":
+            return Regex(grammar.regex)
+        case _:
+            return None
+
+
+def _response(request_id: str, output: Output) -> inference_pb2.GenerateResponse:
+    match output:
+        case ScoredPrompt(tokens):
+            scores = [_wire_logprobs(token.logprobs) for token in tokens]
+            return inference_pb2.GenerateResponse(request_id=request_id, prompt_logprobs=scores)
+        case Piece():
+            told = [token.logprobs for token in output.tokens if token.logprobs is not None]
+            return inference_pb2.GenerateResponse(
+                request_id=request_id,
+                sample=output.sample,
+                index=output.index,
+                token_ids=[token.id for token in output.tokens],
+                text=output.text,
+                logprobs=[_wire_logprobs(scores) for scores in told],
+            )
+        case SampleEnd():
+            return _sample_end(request_id, output)
+        case End():
+            return _end(request_id, output)
+
+
+def _wire_logprobs(scores: TokenLogprobs | None) -> inference_pb2.TokenLogprobs:
+    """Empty for a token that has none."""
+    if scores is None:
+        return inference_pb2.TokenLogprobs()
+    return inference_pb2.TokenLogprobs(
+        logprob=scores.logprob,
+        top_token_ids=[id_ for id_, _ in scores.top],
+        top_logprobs=[logprob for _, logprob in scores.top],
+    )
+
+
+def _sample_end(request_id: str, end: SampleEnd) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=request_id,
-        index=output.usage.completion_tokens,
-        text=output.text,
-        finish_reason=_FINISH_REASONS[output.finish_reason],
-        usage=inference_pb2.Usage(
-            prompt_tokens=output.usage.prompt_tokens,
-            completion_tokens=output.usage.completion_tokens,
-        ),
-        stage_times=inference_pb2.StageTimes(
+        sample=end.sample,
+        index=end.num_tokens,
+        text=end.text,
+        finish_reason=_FINISH_REASONS[end.finish_reason],
+    )
+
+
+def _end(request_id: str, end: End) -> inference_pb2.GenerateResponse:
+    response = _sample_end(request_id, end.last)
+    usage, times, served_by = end.usage, end.stage_times, end.served_by
+    response.usage.MergeFrom(
+        inference_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+    )
+    response.stage_times.MergeFrom(
+        inference_pb2.StageTimes(
             door_s=times.door_s,
             queue_s=times.queue_s,
             prefill_s=times.prefill_s,
             transfer_s=times.transfer_s,
             decode_wait_s=times.decode_wait_s,
             decode_s=times.decode_s,
-        ),
-        served_by=inference_pb2.ServedBy(
+        )
+    )
+    response.served_by.MergeFrom(
+        inference_pb2.ServedBy(
             prefill_worker=served_by.prefill_worker,
             decode_worker=served_by.decode_worker,
             kv_bytes=served_by.kv_bytes,
-        ),
+        )
     )
+    return response

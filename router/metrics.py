@@ -72,7 +72,7 @@ class RouterMetrics:
     def ended(self, end: End, latency_s: float) -> None:
         """A request had its end."""
         self._request.observe(latency_s)
-        self._success.labels(end.finish_reason.value).inc()
+        self._success.labels(end.last.finish_reason.value).inc()
         self._prompt_tokens.inc(end.usage.prompt_tokens)
         self._kv_bytes.inc(end.served_by.kv_bytes)
         for stage, seconds in _stages(end.stage_times):

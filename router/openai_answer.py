@@ -1,19 +1,28 @@
 """The answers of OpenAI's API: whole, or in chunks."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
 from router.chat_sample import AnswerMessage, ChatSample, Delta, FinishWord
-from router.completion import End, FinishReason, Usage
+from router.completion import End, FinishReason, ScoredPrompt, Usage
+from router.openai_logprobs import ChatLogprobs, LogprobsWriter, PromptLogprobs, TextLogprobs
+from router.shown_tokens import PlacedToken
 from router.tool_parsers.events import ToolParser
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
 
 
 class UsageBody(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
     @classmethod
     def of(cls, usage: Usage) -> "UsageBody":
@@ -21,28 +30,30 @@ class UsageBody(BaseModel):
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=usage.cached_tokens),
         )
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishWord | None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishWord | None
 
 
 class TextChoice(BaseModel):
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: FinishWord | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Answer(BaseModel):
@@ -52,108 +63,206 @@ class Answer(BaseModel):
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
+    choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
     usage: UsageBody | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def json_text(self) -> str:
         return self.model_dump_json(exclude_unset=True)
 
 
-class AnswerShape(Protocol):
-    """How one endpoint writes one answer: each method returns the JSON of bodies."""
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """What of the prompt stands before the answer: "" and no tokens unless the client wants it back."""
 
-    def opening(self) -> list[str]:
+    text: str = ""
+    tokens: tuple[PlacedToken, ...] = ()
+
+
+@dataclass(slots=True)
+class WholeSample:
+    """One sample as it grows to its end."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[PlacedToken] = field(default_factory=list)
+    reason: FinishReason = FinishReason.STOP
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every body of one answer says, and what it tells of tokens.
+
+    Attributes:
+        logprobs, prompt_logprobs: None: not asked for.
+    """
+
+    request_id: str
+    model: str
+    created_unix_s: int
+    logprobs: LogprobsWriter | None
+    prompt_logprobs: LogprobsWriter | None
+
+
+class AnswerShape(Protocol):
+    """How one endpoint writes an answer. Every string is the JSON of one body."""
+
+    def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
         """Chunks before the first text."""
         ...
 
-    def text_chunks(self, text: str) -> list[str]: ...
+    def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
+        """The next text of a sample, and the tokens that begin in it."""
+        ...
 
-    def last_chunks(self, reason: FinishReason) -> list[str]:
-        """The last of them says why the text ended."""
+    def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
+        """The last of them says why the sample ended."""
         ...
 
     def usage_chunk(self, usage: Usage) -> str:
         """The chunk after the last, without choices."""
         ...
 
-    def whole(self, text: str, end: End) -> str: ...
+    def whole(
+        self, samples: Sequence[WholeSample], echo: EchoedPrompt, scored: ScoredPrompt | None, end: End
+    ) -> str: ...
 
 
 class ChatShape:
     """/v1/chat/completions."""
 
-    def __init__(
-        self, request_id: str, model: str, created_unix_s: int, new_parser: Callable[[], ToolParser]
-    ) -> None:
-        self._id, self._model, self._created = f"chatcmpl-{request_id}", model, created_unix_s
-        self._sample = ChatSample(new_parser())
+    def __init__(self, head: AnswerHead, new_parser: Callable[[], ToolParser]) -> None:
+        self._head = head
+        self._samples: dict[int, ChatSample] = defaultdict(lambda: ChatSample(new_parser()))
 
-    def opening(self) -> list[str]:
-        return [self._chunk(Delta(role="assistant", content=""), None)]
+    def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
+        first = Delta(role="assistant", content="")
+        return [self._chunk(sample, first, None, None) for sample in range(num_samples)]
 
-    def text_chunks(self, text: str) -> list[str]:
-        return [self._chunk(delta, None) for delta in self._sample.deltas(text)]
+    def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
+        """The log probabilities are told with the first of them."""
+        logprobs = self._logprobs(tokens)
+        deltas = self._samples[sample].deltas(text)
+        if not deltas and logprobs is not None:
+            deltas = [Delta(content="")]
+        told = [logprobs, *(None for _ in deltas[1:])]
+        return [self._chunk(sample, delta, each, None) for delta, each in zip(deltas, told, strict=False)]
 
-    def last_chunks(self, reason: FinishReason) -> list[str]:
-        rest = [self._chunk(delta, None) for delta in self._sample.last_deltas()]
-        return [*rest, self._chunk(Delta(), self._sample.finish_word(reason))]
+    def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
+        parsed = self._samples[sample]
+        rest = [self._chunk(sample, delta, None, None) for delta in parsed.last_deltas()]
+        return [*rest, self._chunk(sample, Delta(), None, parsed.finish_word(reason))]
 
     def usage_chunk(self, usage: Usage) -> str:
-        return self._answer("chat.completion.chunk", [], usage)
+        return _with_usage(self._answer("chat.completion.chunk", []), usage).json_text()
 
-    def whole(self, text: str, end: End) -> str:
-        message = self._sample.message(text)
-        word = self._sample.finish_word(end.finish_reason)
-        choice = ChatChoice(index=0, message=message, logprobs=None, finish_reason=word)
-        return self._answer("chat.completion", [choice], end.usage)
+    def whole(
+        self, samples: Sequence[WholeSample], echo: EchoedPrompt, scored: ScoredPrompt | None, end: End
+    ) -> str:
+        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
+        answer = _with_usage(self._answer("chat.completion", choices), end.usage)
+        told = _prompt_logprobs(self._head, scored)
+        if told is not None:
+            answer = answer.model_copy(update={"prompt_logprobs": told})
+        return answer.json_text()
 
-    def _chunk(self, delta: Delta, word: FinishWord | None) -> str:
-        choice = ChatChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=word)
-        return self._answer("chat.completion.chunk", [choice], None)
+    def _choice(self, index: int, sample: WholeSample) -> ChatChoice:
+        parsed = self._samples[index]
+        return ChatChoice(
+            index=index,
+            message=parsed.message(sample.text),
+            logprobs=self._logprobs(sample.tokens),
+            finish_reason=parsed.finish_word(sample.reason),
+        )
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> ChatLogprobs | None:
+        return None if self._head.logprobs is None else self._head.logprobs.chat(tokens)
+
+    def _chunk(
+        self, sample: int, delta: Delta, logprobs: ChatLogprobs | None, word: FinishWord | None
+    ) -> str:
+        choice = ChatChunkChoice(index=sample, delta=delta, logprobs=logprobs, finish_reason=word)
+        return self._answer("chat.completion.chunk", [choice]).json_text()
 
     def _answer(
         self,
         object_: Literal["chat.completion", "chat.completion.chunk"],
-        choices: list[ChatChoice] | list[ChatChunkChoice],
-        usage: Usage | None,
-    ) -> str:
-        answer = Answer(
-            id=self._id, object=object_, created=self._created, model=self._model, choices=choices
+        choices: Sequence[ChatChoice | ChatChunkChoice],
+    ) -> Answer:
+        head = self._head
+        return Answer(
+            id=f"chatcmpl-{head.request_id}",
+            object=object_,
+            created=head.created_unix_s,
+            model=head.model,
+            choices=choices,
         )
-        return _with_usage(answer, usage).json_text()
 
 
 class TextShape:
     """/v1/completions."""
 
-    def __init__(self, request_id: str, model: str, created_unix_s: int) -> None:
-        self._id, self._model, self._created = f"cmpl-{request_id}", model, created_unix_s
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
 
-    def opening(self) -> list[str]:
-        return []
+    def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
+        if not echo.text:
+            return []
+        return [self._chunk(sample, echo.text, echo.tokens, None) for sample in range(num_samples)]
 
-    def text_chunks(self, text: str) -> list[str]:
-        return [self._answer(text, None, None)]
+    def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
+        return [self._chunk(sample, text, tokens, None)]
 
-    def last_chunks(self, reason: FinishReason) -> list[str]:
-        return [self._answer("", reason, None)]
+    def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
+        return [self._chunk(sample, "", (), reason)]
 
     def usage_chunk(self, usage: Usage) -> str:
-        return _with_usage(self._body([]), usage).json_text()
+        return _with_usage(self._answer([]), usage).json_text()
 
-    def whole(self, text: str, end: End) -> str:
-        return self._answer(text, end.finish_reason, end.usage)
+    def whole(
+        self, samples: Sequence[WholeSample], echo: EchoedPrompt, scored: ScoredPrompt | None, end: End
+    ) -> str:
+        told = _prompt_logprobs(self._head, scored)
+        choices = [
+            self._choice(index, echo.text + sample.text, (*echo.tokens, *sample.tokens), sample.reason)
+            for index, sample in enumerate(samples)
+        ]
+        if told is not None:
+            choices = [choice.model_copy(update={"prompt_logprobs": told}) for choice in choices]
+        return _with_usage(self._answer(choices), end.usage).json_text()
 
-    def _answer(self, text: str, reason: FinishReason | None, usage: Usage | None) -> str:
+    def _chunk(
+        self, sample: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason | None
+    ) -> str:
+        return self._answer([self._choice(sample, text, tokens, reason)]).json_text()
+
+    def _choice(
+        self, sample: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason | None
+    ) -> TextChoice:
+        writer = self._head.logprobs
+        logprobs = writer.text(tokens) if writer is not None and tokens else None
         word = None if reason is None else reason.value
-        choice = TextChoice(index=0, text=text, logprobs=None, finish_reason=word)
-        return _with_usage(self._body([choice]), usage).json_text()
+        return TextChoice(index=sample, text=text, logprobs=logprobs, finish_reason=word)
 
-    def _body(self, choices: list[TextChoice]) -> Answer:
+    def _answer(self, choices: Sequence[TextChoice]) -> Answer:
+        head = self._head
         return Answer(
-            id=self._id, object="text_completion", created=self._created, model=self._model, choices=choices
+            id=f"cmpl-{head.request_id}",
+            object="text_completion",
+            created=head.created_unix_s,
+            model=head.model,
+            choices=choices,
         )
 
 
-def _with_usage(answer: Answer, usage: Usage | None) -> Answer:
-    return answer if usage is None else answer.model_copy(update={"usage": UsageBody.of(usage)})
+def _with_usage(answer: Answer, usage: Usage) -> Answer:
+    return answer.model_copy(update={"usage": UsageBody.of(usage)})
+
+
+def _prompt_logprobs(head: AnswerHead, scored: ScoredPrompt | None) -> PromptLogprobs | None:
+    if head.prompt_logprobs is None or scored is None:
+        return None
+    return head.prompt_logprobs.prompt(scored.tokens)

@@ -1,25 +1,36 @@
-"""The requests of OpenAI's API, as far as they are served."""
+"""The requests of OpenAI's API and of vLLM's extensions to it, as far as they are served.
 
-from typing import Annotated, Literal
+Ranges are checked later, where `sampling_options` and `generation_request` document them: here, what only
+this API has.
+"""
 
-from pydantic import Field, ValidationError
+import re
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
+
+from router import grammar
 from router.chat_template import ChatMessage
-from router.errors import ErrorCode, RequestError, invalid
-from router.generation_request import Prompt, SamplingDraft, TextPrompt, TokenPrompt
-from router.strict_body import StrictBody
+from router.errors import RequestError, invalid
+from router.generation_request import Prompt, TextPrompt, TokenPrompt
+from router.openai_grammar import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    ResponseFormat,
+    StructuredOutputs,
+    read_grammar,
+)
+from router.sampling_options import SamplingDraft
+from router.strict_body import StrictBody, parse
 from router.tool_schema import CalledBody, ToolBody, ToolChoice, ToolUse, read_tool_use
 
 # OpenAI's default for completions; a chat may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
+_TOKEN_ID = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-
-
-class ResponseFormat(StrictBody):
-    type: str = "text"
 
 
 class TextPart(StrictBody):
@@ -65,6 +76,19 @@ class Message(StrictBody):
 class _Generation(StrictBody):
     """What both endpoints take; from `top_k` on, extensions that vLLM's users know."""
 
+    # Fields that would change the answer: refused, not ignored. `structured_outputs` has replaced guided_*.
+    unserved: ClassVar[tuple[str, ...]] = (
+        "use_beam_search",
+        "include_stop_str_in_output",
+        "allowed_token_ids",
+        "bad_words",
+        "truncate_prompt_tokens",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    )
+
     model: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -78,12 +102,27 @@ class _Generation(StrictBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    use_beam_search: object = None
+    include_stop_str_in_output: object = None
+    allowed_token_ids: object = None
+    bad_words: object = None
+    truncate_prompt_tokens: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. One that is "" is the client's way to say none."""
@@ -92,10 +131,22 @@ class _Generation(StrictBody):
         return tuple(self.stop or ())
 
     @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _sampling(self, max_tokens: int | None) -> SamplingDraft:
+    def client_name(self, field: str) -> str:
+        """What this client calls a field that a check or a worker has found wrong."""
+        if field == grammar.FIELD:
+            return RESPONSE_FORMAT if self.structured_outputs is None else STRUCTURED_OUTPUTS
+        return field
+
+    def _sampling(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingDraft:
         return SamplingDraft(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -106,22 +157,28 @@ class _Generation(StrictBody):
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            n=self.n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=read_grammar(self.response_format, self.structured_outputs),
         )
 
-    def _refuse_unserved(self) -> None:
-        if self.n is not None and self.n != 1:
-            raise _unserved("n", "values other than 1 are")
-        for field in ("presence_penalty", "frequency_penalty"):
+    def _check(self) -> None:
+        for field in self.unserved:
             if getattr(self, field):
-                raise _unserved(field, "values other than 0 are")
-        if self.repetition_penalty not in (None, 1):
-            raise _unserved("repetition_penalty", "values other than 1 are")
-        if self.logit_bias:
-            raise _unserved("logit_bias", "it is")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise _unserved("response_format", "types other than text are")
+                raise invalid(field, "is not served")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed with stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "is not allowed with stream")
+        if self.best_of is not None and self.best_of != self.num_samples:
+            raise invalid("best_of", "must equal n: every sample is returned")
+        if self.stream and self.best_of not in (None, 1):
+            raise invalid("best_of", "is not allowed with stream")
 
 
 class ChatRequest(_Generation):
@@ -139,14 +196,16 @@ class ChatRequest(_Generation):
     def check(self) -> None:
         """
         Raises:
-            RequestError: INVALID_ARGUMENT, it asks for what is not served.
+            RequestError: INVALID_ARGUMENT, fields that contradict each other or are not served.
         """
-        self._refuse_unserved()
-        if self.logprobs:
-            raise _unserved("logprobs", "it is")
-        for field in ("top_logprobs", "functions"):
+        self._check()
+        if self.functions:
+            raise invalid("functions", "is not served: use tools")
+        for field in ("echo", "suffix", "best_of"):
             if getattr(self, field):
-                raise _unserved(field, "it is")
+                raise invalid(field, "is only allowed with completions")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", "is only allowed with logprobs")
 
     def chat_messages(self) -> tuple[ChatMessage, ...]:
         """
@@ -163,33 +222,41 @@ class ChatRequest(_Generation):
         """
         return read_tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the likeliest tokens. None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def client_name(self, field: str) -> str:
+        if field == "logprobs":
+            return "top_logprobs"
+        if field == grammar.FIELD and self.tools:
+            return "tools"
+        return super().client_name(field)
+
     def sampling(self) -> SamplingDraft:
         newer = self.max_completion_tokens
-        return self._sampling(self.max_tokens if newer is None else newer)
+        return self._sampling(
+            max_tokens=self.max_tokens if newer is None else newer,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class CompletionRequest(_Generation):
     """POST /v1/completions. A prompt is a text or token ids; a list of one such is one prompt too."""
 
     prompt_field: Annotated[str | list[int] | list[str] | list[list[int]], Field(alias="prompt")]
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
     logprobs: int | None = None
 
     def check(self) -> None:
         """
         Raises:
-            RequestError: INVALID_ARGUMENT, it asks for what is not served.
+            RequestError: INVALID_ARGUMENT, fields that contradict each other or are not served.
         """
-        self._refuse_unserved()
-        if self.best_of is not None and self.best_of != 1:
-            raise _unserved("best_of", "values other than 1 are")
-        for field in ("echo", "suffix"):
-            if getattr(self, field):
-                raise _unserved(field, "it is")
-        if self.logprobs is not None:
-            raise _unserved("logprobs", "it is")
+        self._check()
+        if self.suffix:
+            raise invalid("suffix", "is not served: nothing is filled in between")
 
     def prompt(self) -> Prompt:
         match self.prompt_field:
@@ -206,12 +273,31 @@ class CompletionRequest(_Generation):
             case token_ids:
                 return TokenPrompt(tuple(id_ for id_ in token_ids if isinstance(id_, int)))
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the likeliest tokens. None: no log probabilities."""
+        return self.logprobs
+
     def sampling(self) -> SamplingDraft:
-        return self._sampling(COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
+        echoed = self.logprobs if self.echo else None
+        return self._sampling(
+            max_tokens=COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(
+                (each for each in (echoed, self.prompt_logprobs) if each is not None), default=None
+            ),
+        )
 
 
 def _unserved(field: str, what: str) -> RequestError:
     return invalid(field, f"{what} not supported yet")
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not _TOKEN_ID.fullmatch(token):
+            raise invalid("logit_bias", f"must be keyed by token ids, got {token[:20]!r}")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def read_chat(body: bytes) -> ChatRequest:
@@ -219,10 +305,7 @@ def read_chat(body: bytes) -> ChatRequest:
     Raises:
         RequestError: INVALID_ARGUMENT, naming the field that is wrong.
     """
-    try:
-        request = ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _first_error(error) from error
+    request = parse(ChatRequest, body)
     request.check()
     return request
 
@@ -232,18 +315,6 @@ def read_completion(body: bytes) -> CompletionRequest:
     Raises:
         RequestError: INVALID_ARGUMENT, naming the field that is wrong.
     """
-    try:
-        request = CompletionRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _first_error(error) from error
+    request = parse(CompletionRequest, body)
     request.check()
     return request
-
-
-def _first_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if not first["loc"]:
-        return RequestError(ErrorCode.INVALID_ARGUMENT, f"the body is not a request: {first['msg']}")
-    field = str(first["loc"][0])
-    inner = ".".join(str(part) for part in first["loc"][1:])
-    return invalid(field, f"{inner}: {first['msg']}" if inner else first["msg"])

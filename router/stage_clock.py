@@ -30,12 +30,14 @@ class StageClock:
         self._admitted_s = now_s
 
     def prefilled(self, event: worker_pb2.Prefilled | worker_pb2.Finished) -> None:
-        """What the worker that prefilled says."""
-        self._prefilled = event
+        """What the worker that prefilled says; of several samples the first."""
+        if self._prefilled is None:
+            self._prefilled = event
 
     def decoded(self, event: worker_pb2.Finished) -> None:
-        """What the worker that decoded says."""
-        self._decoded = event
+        """What the worker that decoded says; of several samples the one that took longest."""
+        if self._decoded is None or event.decode_s > self._decoded.decode_s:
+            self._decoded = event
 
     def times(self) -> StageTimes:
         """As far as they are known."""

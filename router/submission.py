@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from protos import inference_pb2, worker_pb2
 from router.cluster_view import WorkerSnapshot
-from router.generation_request import GenerationRequest, Grammar, GrammarForm
+from router.generation_request import GenerationRequest
+from router.grammar import Grammar, JsonObject, JsonSchema, Regex
 from router.placement import Alone, Pair, Placement
+from router.sampling_options import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,6 @@ def submits(
 def _submit(
     identity: AttemptId, request: GenerationRequest, seed: int, generated: tuple[int, ...]
 ) -> worker_pb2.Submit:
-    options = request.sampling
     return worker_pb2.Submit(
         attempt=worker_pb2.Attempt(number=identity.number, attempt=identity.attempt),
         request_id=request.request_id,
@@ -65,26 +66,40 @@ def _submit(
         arrival_unix_s=request.arrival_unix_s,
         prompt_token_ids=request.prompt,
         generated_token_ids=generated,
-        sampling=inference_pb2.SamplingParams(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=seed,
-            max_tokens=options.max_tokens,
-            min_tokens=options.min_tokens,
-            stop_token_ids=options.stop_token_ids,
-            ignore_eos=options.ignore_eos,
-            grammar=None if options.grammar is None else _grammar(options.grammar),
-        ),
+        sampling=_sampling(request.sampling, seed),
+        cache_salt=request.cache_salt,
     )
 
 
-def _grammar(grammar: Grammar) -> inference_pb2.Grammar:
-    match grammar.form:
-        case GrammarForm.JSON_OBJECT:
+def _sampling(options: SamplingOptions, seed: int) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=seed,
+        max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=options.logit_bias,
+        n=options.n,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        grammar=_grammar(options.grammar),
+    )
+
+
+def _grammar(grammar: Grammar | None) -> inference_pb2.Grammar | None:
+    match grammar:
+        case None:
+            return None
+        case JsonObject():
             return inference_pb2.Grammar(json_object=inference_pb2.JsonObject())
-        case GrammarForm.JSON_SCHEMA:
-            return inference_pb2.Grammar(json_schema=grammar.text)
-        case GrammarForm.REGEX:
-            return inference_pb2.Grammar(regex=grammar.text)
+        case JsonSchema(text):
+            return inference_pb2.Grammar(json_schema=text)
+        case Regex(pattern):
+            return inference_pb2.Grammar(regex=pattern)

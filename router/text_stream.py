@@ -13,13 +13,19 @@ class Written:
     """What some tokens gave.
 
     Attributes:
-        num_tokens: how many of them count: those after the one that completed a stop string do not.
+        starts: where the text of each token that counts begins in the sample's text. Tokens after the one
+            that completed a stop string do not count.
         stopped: a stop string was found; the text ends here.
     """
 
     text: str
-    num_tokens: int
+    starts: tuple[int, ...]
     stopped: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of the tokens count."""
+        return len(self.starts)
 
 
 class TextStream:
@@ -32,21 +38,24 @@ class TextStream:
         """
         self._detokenizer = Detokenizer(tokenizer, tokenizer.special_ids_of(markup))
         self._stop_strings = StopStrings(stop)
+        self._num_chars = 0
 
     def push(self, token_ids: Iterable[int]) -> Written:
         texts: list[str] = []
-        num_tokens = 0
+        starts: list[int] = []
         for token_id in token_ids:
-            num_tokens += 1
-            passed = self._stop_strings.push(self._detokenizer.push(token_id))
+            starts.append(self._num_chars)
+            text = self._detokenizer.push(token_id)
+            self._num_chars += len(text)
+            passed = self._stop_strings.push(text)
             texts.append(passed.text)
             if passed.stopped:
-                return Written("".join(texts), num_tokens, stopped=True)
-        return Written("".join(texts), num_tokens, stopped=False)
+                return Written("".join(texts), tuple(starts), stopped=True)
+        return Written("".join(texts), tuple(starts), stopped=False)
 
     def finish(self) -> Written:
         """The rest of the text, whose last tokens may still complete a stop string."""
         passed = self._stop_strings.push(self._detokenizer.finish())
         if passed.stopped:
-            return Written(passed.text, 0, stopped=True)
-        return Written(passed.text + self._stop_strings.finish(), 0, stopped=False)
+            return Written(passed.text, (), stopped=True)
+        return Written(passed.text + self._stop_strings.finish(), (), stopped=False)

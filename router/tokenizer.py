@@ -29,11 +29,15 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-        flagged = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        flagged = {id_ for id_, token in added.items() if token.special}
         named = {id_ for token in special_tokens.values() if (id_ := backend.token_to_id(token)) is not None}
         self.special_ids: frozenset[int] = frozenset(flagged | named)
         # Such decoders judge a run of byte tokens as a whole: see Detokenizer.
         self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend)
+        # Written as they are, not in the characters of bytes.
+        self._added_ids = frozenset(added)
+        self._bytes_of_char = _bytes_of_char(backend)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -103,6 +107,23 @@ class Tokenizer:
         kept = [id_ for id_ in token_ids if id_ not in self.special_ids or id_ in shown]
         return self._backend.decode(kept, skip_special_tokens=False)
 
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt that came as tokens, special tokens included."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """Of one token alone, a special token by its name. U+FFFD stands for a part of a character."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for in UTF-8: the bytes of several tokens can make one character."""
+        name = self._backend.id_to_token(token_id) or ""
+        if token_id in self.byte_fallback_ids:
+            return bytes.fromhex(name[3:5])
+        if token_id not in self._added_ids and name and all(char in self._bytes_of_char for char in name):
+            return bytes(self._bytes_of_char[char] for char in name)
+        return self.token_text(token_id).encode()
+
     def special_ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
         """Those of `tokens` that are special."""
         return self.special_ids & {self._backend.token_to_id(token) for token in tokens}
@@ -154,3 +175,17 @@ def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(id_ for id_ in ids if id_ is not None)
+
+
+def _bytes_of_char(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    """What byte each character of a byte-level token stands for; {} for other tokenizers.
+
+    The table is GPT-2's: printable Latin-1 characters stand for themselves, the other bytes in order for
+    the characters from U+0100 on.
+    """
+    if '"ByteLevel"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+        return {}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}

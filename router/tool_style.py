@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from router.config import ToolCallFormat
 from router.errors import invalid
-from router.generation_request import Grammar, GrammarForm, SamplingDraft
+from router.grammar import JsonSchema
+from router.sampling_options import SamplingDraft
 from router.tool_grammar import call_schema
 from router.tool_parsers import hermes, llama3
 from router.tool_parsers.events import ToolParser
@@ -87,7 +88,7 @@ class CallPlan:
             raise invalid("response_format", "cannot be had together with tools")
         if not self.json_schema:
             return draft
-        return replace(draft, grammar=Grammar(GrammarForm.JSON_SCHEMA, self.json_schema))
+        return replace(draft, grammar=JsonSchema(self.json_schema))
 
 
 def plan_calls(use: ToolUse | None, style: ToolStyle | None) -> CallPlan:

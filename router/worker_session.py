@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
 from router.cluster_view import Role, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
-# Version N talks to N - 1 and N + 1.
-PROTOCOL_VERSION = 1
 # Messages that wait for a worker to read them: beyond it the worker counts as lost.
 OUTBOX_MESSAGES = 4096
 
@@ -33,7 +31,8 @@ class SessionLost:
 
 
 LegEvent = (
-    worker_pb2.SequenceTokens
+    worker_pb2.PromptLogprobs
+    | worker_pb2.SequenceTokens
     | worker_pb2.Admitted
     | worker_pb2.Prefilled
     | worker_pb2.Finished
@@ -166,7 +165,8 @@ class WorkerSession:
 
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
         # Tokens before the event that ends their attempt.
-        for events in (step.tokens, step.admitted, step.prefilled, step.finished, step.dropped):
+        told = (step.prompt_logprobs, step.tokens, step.admitted, step.prefilled, step.finished, step.dropped)
+        for events in told:
             for event in events:
                 listener = self._listeners.get(event.attempt.number)
                 if listener is not None:
@@ -182,7 +182,7 @@ class WorkerSession:
         if submit.WhichOneof("leg") != "decode":
             self._sent.prompt_tokens += len(submit.prompt_token_ids) + len(submit.generated_token_ids)
         if submit.WhichOneof("leg") != "prefill" and self.description is not None:
-            tokens = len(submit.prompt_token_ids) + submit.sampling.max_tokens
+            tokens = len(submit.prompt_token_ids) + submit.sampling.n * submit.sampling.max_tokens
             self._sent.blocks += -(-tokens // max(1, self.description.layout.block_size))
         self._send(worker_pb2.RouterMessage(submit=submit))
 

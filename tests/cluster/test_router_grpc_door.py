@@ -107,7 +107,14 @@ async def test_unset_sampling_is_complete_on_the_workers(scripted: Cluster) -> N
     sampling = p.submit.sampling
     assert sampling.max_tokens == 4096 - 3
     expected = SamplingParams(
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=4093, seed=sampling.seed
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        max_tokens=4093,
+        seed=sampling.seed,
+        repetition_penalty=1.0,
+        n=1,
     )
     assert sampling == expected
 

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from protos import worker_pb2
 from protos.inference_pb2 import FINISH_REASON_LENGTH
 from router.attempt import Attempt
-from router.completion import FinishReason
+from router.completion import FinishReason, Token
+from router.sample_course import SampleFinished, Tokens
+from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
 from router.worker_session import LegEvent, WorkerSession
 
 
 def local_attempt(max_tokens: int) -> tuple[Attempt, Callable[[LegEvent], None]]:
     """An attempt on one worker whose session is never run, and the ear it listens with."""
-    attempt = Attempt(AttemptId(1, 0, b"secret"), first_index=0, max_tokens=max_tokens, arrival_s=0.0)
+    options = check_sampling(SamplingDraft(max_tokens=max_tokens), 1, Limits(None, None))
+    attempt = Attempt(AttemptId(1, 0, b"secret"), {0: 0}, options, arrival_s=0.0)
     session = WorkerSession("127.0.0.1:1", "tiny", 1.0)
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     submit.local.SetInParent()
@@ -24,24 +27,21 @@ async def test_tokens_that_nobody_read_come_in_one_piece() -> None:
     attempt, hear = local_attempt(max_tokens=100)
     for index in range(100):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[index]))
-    tokens = await attempt.next_tokens()
-    assert tokens is not None
-    assert (tokens.index, tokens.token_ids) == (0, tuple(range(100)))
+    assert await attempt.next_event() == Tokens(0, 0, tuple(Token(id_) for id_ in range(100)))
 
 
 async def test_what_is_held_for_a_slow_client_is_bounded_by_max_tokens() -> None:
     attempt, hear = local_attempt(max_tokens=10)
     for index in range(1000):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[1, 2, 3]))
-    tokens = await attempt.next_tokens()
-    assert tokens is not None and len(tokens.token_ids) == 10
+    tokens = await attempt.next_event()
+    assert isinstance(tokens, Tokens) and len(tokens.tokens) == 10
 
 
 async def test_tokens_that_were_said_come_before_the_end() -> None:
     attempt, hear = local_attempt(max_tokens=2)
     hear(worker_pb2.SequenceTokens(index=0, token_ids=[5]))
     hear(worker_pb2.Finished(finish_reason=FINISH_REASON_LENGTH))
-    tokens = await attempt.next_tokens()
-    assert tokens is not None and tokens.token_ids == (5,)
-    assert await attempt.next_tokens() is None
-    assert attempt.finish_reason is FinishReason.LENGTH
+    assert await attempt.next_event() == Tokens(0, 0, (Token(5),))
+    assert await attempt.next_event() == SampleFinished(0, FinishReason.LENGTH)
+    assert await attempt.next_event() is None

@@ -5,14 +5,8 @@ from dataclasses import replace
 import pytest
 
 from router.errors import ErrorCode, RequestError
-from router.generation_request import (
-    MAX_STOP_CHARS,
-    Limits,
-    SamplingDraft,
-    check_prompt,
-    check_sampling,
-    check_stop,
-)
+from router.generation_request import MAX_STOP_CHARS, check_prompt, check_stop
+from router.sampling_options import Limits, SamplingDraft, check_sampling
 
 LIMITS = Limits(vocab_size=100, max_model_len=50)
 

@@ -1,0 +1,97 @@
+"""What the workers of an attempt say of one sample, merged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos import inference_pb2, worker_pb2
+from router.completion import FinishReason, Token, TokenLogprobs
+from router.sampling_options import SamplingOptions
+from router.token_merge import TokenMerge
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A gapless run of one sample."""
+
+    sample: int
+    index: int
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinished:
+    """All tokens of the sample are out."""
+
+    sample: int
+    reason: FinishReason
+
+
+class SampleCourse:
+    """The tokens of one sample in order, then its end.
+
+    With log probabilities asked for, a token counts from the worker that says them too: a decode worker
+    repeats the prefill worker's first token without.
+    """
+
+    def __init__(self, sample: int, first_index: int, options: SamplingOptions) -> None:
+        self._sample = sample
+        self._options = options
+        self._merge: TokenMerge[Token] = TokenMerge(first_index, options.max_tokens)
+        self._finish: FinishReason | None = None
+        self._is_abandoned = False
+
+    @property
+    def is_over(self) -> bool:
+        """A worker has said its end, though tokens may be missing; or nobody wants more of it."""
+        return self._is_abandoned or self._finish is not None
+
+    @property
+    def has_gap(self) -> bool:
+        return self._merge.has_gap and not self._is_abandoned
+
+    @property
+    def next_index(self) -> int:
+        return self._merge.next_index
+
+    def hear(self, event: worker_pb2.SequenceTokens) -> bool:
+        """Whether that brought a new token."""
+        before = self._merge.next_index
+        if self._options.logprobs is None:
+            self._merge.add(event.index, [Token(id_) for id_ in event.token_ids])
+        elif len(event.logprobs) == len(event.token_ids):
+            pairs = zip(event.token_ids, event.logprobs, strict=True)
+            self._merge.add(event.index, [Token(id_, token_logprobs(scores)) for id_, scores in pairs])
+        else:
+            self._merge.announce(event.index + len(event.token_ids))
+        return self._merge.next_index > before
+
+    def finish(self, reason: FinishReason) -> None:
+        """The first word for it counts."""
+        if self._finish is None:
+            self._finish = reason
+
+    def abandon(self) -> None:
+        """Nothing more of it is wanted."""
+        self._is_abandoned = True
+
+    def take(self) -> Tokens | SampleFinished | None:
+        """What is new: tokens first. The end may be taken more than once."""
+        if self._is_abandoned:
+            return None
+        if self._merge.has_ready:
+            return Tokens(self._sample, *self._merge.take())
+        if self._finish is not None and not self._merge.has_gap:
+            return SampleFinished(self._sample, self._finish)
+        return None
+
+
+def token_logprobs(scores: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(scores.logprob, tuple(zip(scores.top_token_ids, scores.top_logprobs, strict=False)))
+
+
+def scored_tokens(
+    token_ids: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]
+) -> tuple[Token, ...]:
+    """A prompt with its log probabilities: the first token's are empty on the wire, and none."""
+    rest = zip(token_ids[1:], scores[1:], strict=True)
+    return (Token(token_ids[0]), *(Token(id_, token_logprobs(each)) for id_, each in rest))

@@ -1,0 +1,40 @@
+"""One sample of a request, from its first token to its end."""
+
+from collections.abc import Sequence
+
+from router.completion import FinishReason, Piece, SampleEnd, Token
+from router.text_stream import TextStream
+
+
+class SampleRun:
+    """A sample's tokens so far are its whole state: an attempt starts from them.
+
+    Attributes:
+        generated: the token ids that count.
+        end: once it has ended.
+        last_arrival_s: of its last token, on `time.monotonic`'s clock.
+    """
+
+    def __init__(self, sample: int, text: TextStream) -> None:
+        self.generated: list[int] = []
+        self.end: SampleEnd | None = None
+        self.last_arrival_s: float | None = None
+        self._sample = sample
+        self._text = text
+
+    def push(self, tokens: Sequence[Token]) -> Piece:
+        """The next tokens. They may bring a stop string, and with it the end."""
+        index = len(self.generated)
+        written = self._text.push(token.id for token in tokens)
+        kept = tuple(tokens[: written.num_tokens])
+        self.generated += [token.id for token in kept]
+        if written.stopped:
+            self.end = SampleEnd(self._sample, len(self.generated), "", FinishReason.STOP, True)
+        return Piece(self._sample, index, kept, written.starts, written.text)
+
+    def finish(self, reason: FinishReason) -> SampleEnd:
+        """No token follows."""
+        rest = self._text.finish()
+        reason = FinishReason.STOP if rest.stopped else reason
+        self.end = SampleEnd(self._sample, len(self.generated), rest.text, reason, rest.stopped)
+        return self.end
