@@ -1,5 +1,6 @@
 """What a generated text must be: grammars over a model's tokens, and where a text is in one."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,9 +21,15 @@ MAX_GRAMMAR_CHARACTERS = 64 << 10
 
 _CACHE_BYTES = 64 << 20
 _WORD_BITS = 32
+# Characters between two parts of JSON: a weak model would go on for ever.
+_MAX_WHITESPACE = 64
+# A line break is whitespace between the parts of JSON, and nothing lets it into a string.
+_CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 
 
 class GrammarForm(Enum):
+    """Of a regex, xgrammar's dialect: no look-around, no back-references; `.` is a line break too."""
+
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -79,27 +86,37 @@ class GrammarCompiler:
     def _compile(self, grammar: GrammarText) -> xgrammar.CompiledGrammar:
         match grammar.form:
             case GrammarForm.JSON_OBJECT:
-                return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+                return self._compile_schema('{"type": "object"}')
             case GrammarForm.JSON_SCHEMA:
-                return self._compiler.compile_json_schema(grammar.text)
+                return self._compile_schema(grammar.text)
             case GrammarForm.REGEX:
-                return self._compiler.compile_regex(grammar.text)
+                return self._of_text.compile_regex(grammar.text)
+
+    def _compile_schema(self, schema: str) -> xgrammar.CompiledGrammar:
+        return self._of_json.compile_json_schema(schema, max_whitespace_cnt=_MAX_WHITESPACE)
 
     @cached_property
-    def _compiler(self) -> xgrammar.GrammarCompiler:
-        """Special tokens are no text: none may stand for its name's letters."""
+    def _vocabulary(self) -> list[bytes]:
+        """What each token writes. A special token is no text: it must not stand for its name's letters."""
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(self._model_path / "tokenizer.json"))
-        eos = sorted(self._eos)
         read = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=self._vocab_size, stop_token_ids=eos
+            tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(self._eos)
         )
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        vocabulary = [b"" if i in special else text for i, text in enumerate(read.decoded_vocab)]
+        return [b"" if i in special else text for i, text in enumerate(read.decoded_vocab)]
+
+    @cached_property
+    def _of_text(self) -> xgrammar.GrammarCompiler:
+        return self._compiler(self._vocabulary)
+
+    @cached_property
+    def _of_json(self) -> xgrammar.GrammarCompiler:
+        """Strings of limited length would let raw control characters pass: here no token writes one."""
+        return self._compiler([b"" if _CONTROL.search(text) else text for text in self._vocabulary])
+
+    def _compiler(self, vocabulary: list[bytes]) -> xgrammar.GrammarCompiler:
         info = xgrammar.TokenizerInfo(
-            vocabulary,
-            vocab_size=self._vocab_size,
-            stop_token_ids=eos,
-            add_prefix_space=read.add_prefix_space,
+            vocabulary, vocab_size=self._vocab_size, stop_token_ids=sorted(self._eos)
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
 

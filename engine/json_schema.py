@@ -1,6 +1,7 @@
 """Which JSON schemas a text can be held to: what the grammar compiler would ignore is refused here."""
 
 import json
+import re
 from collections.abc import Iterator
 
 from engine.request import InvalidRequest
@@ -65,6 +66,11 @@ _OF_TYPE = {
         ]
     ),
 }
+_FORMATS = frozenset(
+    ["date", "time", "date-time", "duration", "uuid", "ipv4", "ipv6", "email", "hostname", "uri"]
+)
+# What a pattern would write into a string as it stands, and break it: a quote or a backslash.
+_UNESCAPED = re.compile(r'"|\\\\|\\x22|\\x5c|\\u0022|\\u005c', re.IGNORECASE)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
@@ -119,9 +125,10 @@ def _check(at: str, schema: Schema) -> None:
         raise _refused(at, "allOf of more than one schema is not supported")
     _check_neighbours(at, schema)
     _check_types(at, schema)
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        raise _refused(at, "pattern and a length together are not supported")
+    _check_string(at, schema)
     _check_required(at, schema)
+    for pattern in _names(schema.get("patternProperties")):
+        _check_pattern(at, pattern)
 
 
 def _check_neighbours(at: str, schema: Schema) -> None:
@@ -149,6 +156,24 @@ def _check_types(at: str, schema: Schema) -> None:
             raise _refused(at, f"{min(constraints)} needs the type {of_type}")
     if "multipleOf" in schema and schema["type"] != "integer":
         raise _refused(at, "multipleOf needs the type integer")
+
+
+def _check_string(at: str, schema: Schema) -> None:
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        raise _refused(at, "pattern and a length together are not supported")
+    if isinstance(pattern := schema.get("pattern"), str):
+        _check_pattern(at, pattern)
+    if isinstance(form := schema.get("format"), str) and form not in _FORMATS:
+        raise _refused(at, f"format {form} is not supported")
+
+
+def _check_pattern(at: str, pattern: str) -> None:
+    if _UNESCAPED.search(pattern):
+        raise _refused(at, "a pattern with a quote or a backslash of its own is not supported")
+
+
+def _names(value: Json) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
 
 
 def _check_required(at: str, schema: Schema) -> None:

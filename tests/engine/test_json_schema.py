@@ -24,6 +24,10 @@ from engine.request import InvalidRequest
         ({"type": "number", "multipleOf": 0.1}, "multipleOf"),
         ({"type": "string", "pattern": "a+", "maxLength": 3}, "pattern"),
         ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "'b'"),
+        ({"type": "string", "format": "json-pointer"}, "format json-pointer"),
+        ({"type": "string", "pattern": '^"$'}, "pattern"),
+        ({"type": "string", "pattern": r"^\\$"}, "pattern"),
+        ({"type": "object", "patternProperties": {r"\x22": {}}}, "pattern"),
     ],
 )
 def test_what_could_not_be_kept_is_refused_at_any_depth_with_its_name(schema, named):
@@ -62,6 +66,7 @@ def test_what_is_no_schema_is_refused(text):
         {"type": "string", "enum": ["a", "b"], "description": "one of two"},
         {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "title": "A"},
         {"properties": {"not": {"type": "string"}, "minimum": {"type": "integer"}}},
+        {"type": "string", "pattern": r"^\d+\.\d+$"},
         {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
         {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
         {"required": [{}], "properties": {}},
