@@ -12,7 +12,7 @@ import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.cluster.local_cluster import token_request
-from tests.cluster.processes import ENVIRONMENT, ClusterProcesses, running_cluster
+from bench.processes import ENVIRONMENT, ClusterProcesses, running_cluster
 from tests.engine.engines import prompt_of
 from tests.reference import NearTies, Reference
 

@@ -97,29 +97,36 @@ class ClusterProcesses:
 
 @contextmanager
 def running_cluster(
-    model: Path,
+    model: Path | str,
     logs: Path,
     *,
     prefill: int = 1,
     decode: int = 1,
     worker_options: Sequence[str] = (),
     router_options: Sequence[str] = (),
+    pin: Sequence[int] = (),
 ) -> Iterator[ClusterProcesses]:
-    """Starts workers side by side, then a router over them; stops all at the end."""
+    """Starts workers side by side, then a router over them; stops all at the end.
+
+    Args:
+        model: a folder, or a name that the model store knows.
+        logs: where the processes write what they log.
+        pin: cores that the workers are pinned to in turn; none are pinned if it is empty.
+    """
     with ExitStack() as stack:
 
         def start(module: str, name: str, options: Sequence[str]) -> ServerProcess:
             process = ServerProcess(module, ["--model", str(model), *options], logs / f"{name}.log")
             return stack.enter_context(process)
 
+        def start_worker(role: str, name: str, place: int) -> ServerProcess:
+            cores = ["--cores", str(pin[place % len(pin)])] if pin else []
+            options = ["--worker-id", name, "--threads", "1", *cores, *worker_options]
+            return start(f"{role}_worker", name, options)
+
         roles = [("prefill", i) for i in range(prefill)] + [("decode", i) for i in range(decode)]
         workers = {
-            (role, i): start(
-                f"{role}_worker",
-                f"{role}-{i}",
-                ["--worker-id", f"{role}-{i}", "--threads", "1", *worker_options],
-            )
-            for role, i in roles
+            (role, i): start_worker(role, f"{role}-{i}", place) for place, (role, i) in enumerate(roles)
         }
         for worker in workers.values():
             worker.wait_ready()
