@@ -130,9 +130,13 @@ def test_rope_scaling_is_the_references(tmp_path: Path, family: str, rope_scalin
         ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24}),
         ("qwen3", {"attention_bias": True}),
         ("mistral", {"head_dim": 32, "sliding_window": 4096}),
+        ("mistral", {"sliding_window": 21}),
+        ("mistral", {"sliding_window": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     ],
 )
-def test_shapes_and_biases_are_the_references(tmp_path: Path, family: str, shape: dict[str, object]):
+def test_shapes_biases_and_windows_are_the_references(tmp_path: Path, family: str, shape: dict[str, object]):
     pair = Pair(make_tiny_model(tmp_path, family, **shape))
     steps = pair.steps(50)
     logits = torch.cat([steps.prefill(0, 49, 20), steps.step(Rows(0, 49, 50))])
