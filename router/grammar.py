@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from router.errors import invalid
 
-MAX_SCHEMA_CHARS = 256 << 10
+MAX_SCHEMA_CHARS = 64 << 10
 MAX_REGEX_CHARS = 4 << 10
-FIELD = "grammar"
+# What OpenAI's API calls it, and what workers say that refuse one.
+FIELD = "response_format"
 
 
 @dataclass(frozen=True, slots=True)

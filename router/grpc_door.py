@@ -33,6 +33,7 @@ _FINISH_REASONS = {
 }
 _FIELD_PATHS = {
     "messages": "chat.messages",
+    "response_format": "sampling.grammar",
     **{name: name for name in ("prompt", "stop", "model", "cache_salt")},
 }
 

@@ -5,11 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
+from router import grammar
 from router.errors import invalid
 from router.grammar import Grammar, JsonObject, JsonSchema, Regex
 from router.strict_body import StrictBody
 
-RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
+RESPONSE_FORMAT = grammar.FIELD
+STRUCTURED_OUTPUTS = "structured_outputs"
 
 
 class NamedSchema(StrictBody):

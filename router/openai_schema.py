@@ -14,7 +14,6 @@ from router.chat_template import ChatMessage
 from router.errors import RequestError, invalid
 from router.generation_request import Prompt, TextPrompt, TokenPrompt
 from router.openai_grammar import (
-    RESPONSE_FORMAT,
     STRUCTURED_OUTPUTS,
     ResponseFormat,
     StructuredOutputs,
@@ -140,9 +139,8 @@ class _Generation(StrictBody):
 
     def client_name(self, field: str) -> str:
         """What this client calls a field that a check or a worker has found wrong."""
-        if field == grammar.FIELD:
-            return RESPONSE_FORMAT if self.structured_outputs is None else STRUCTURED_OUTPUTS
-        return field
+        is_structured = field == grammar.FIELD and self.structured_outputs is not None
+        return STRUCTURED_OUTPUTS if is_structured else field
 
     def _sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
@@ -228,11 +226,10 @@ class ChatRequest(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def client_name(self, field: str) -> str:
-        if field == "logprobs":
-            return "top_logprobs"
-        if field == grammar.FIELD and self.tools:
+        if field == grammar.FIELD and self.response_format is None and self.tools:
             return "tools"
-        return super().client_name(field)
+        names = {"logprobs": "top_logprobs", "prompt": "messages"}
+        return names.get(field) or super().client_name(field)
 
     def sampling(self) -> SamplingDraft:
         newer = self.max_completion_tokens

@@ -8,7 +8,7 @@ from typing import TypeVar
 import grpc
 
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
-from protos.inference_pb2 import FINISH_REASON_LENGTH, FinishReason
+from protos.inference_pb2 import FINISH_REASON_LENGTH, FinishReason, TokenLogprobs
 
 DEADLINE_S = 20.0
 BLOCK_SIZE = 16
@@ -28,9 +28,22 @@ class SubmittedLeg:
     def kind(self) -> str:
         return self.submit.WhichOneof("leg") or ""
 
-    def say_tokens(self, index: int, token_ids: Sequence[int]) -> None:
-        tokens = worker_pb2.SequenceTokens(attempt=self.submit.attempt, index=index, token_ids=token_ids)
+    def say_tokens(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        *,
+        sample: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        tokens = worker_pb2.SequenceTokens(
+            attempt=self.submit.attempt, sample=sample, index=index, token_ids=token_ids, logprobs=logprobs
+        )
         self.session.say(worker_pb2.StepEvent(tokens=[tokens]))
+
+    def say_prompt_logprobs(self, tokens: Sequence[TokenLogprobs]) -> None:
+        told = worker_pb2.PromptLogprobs(attempt=self.submit.attempt, tokens=tokens)
+        self.session.say(worker_pb2.StepEvent(prompt_logprobs=[told]))
 
     def say_admitted(self, kv_bytes: int = 0) -> None:
         admitted = worker_pb2.Admitted(attempt=self.submit.attempt, kv_bytes=kv_bytes)
@@ -40,8 +53,12 @@ class SubmittedLeg:
         prefilled = worker_pb2.Prefilled(attempt=self.submit.attempt, **stages)
         self.session.say(worker_pb2.StepEvent(prefilled=[prefilled]))
 
-    def say_finished(self, reason: FinishReason = FINISH_REASON_LENGTH, **stages: float) -> None:
-        finished = worker_pb2.Finished(attempt=self.submit.attempt, finish_reason=reason, **stages)
+    def say_finished(
+        self, reason: FinishReason = FINISH_REASON_LENGTH, *, sample: int = 0, **stages: float
+    ) -> None:
+        finished = worker_pb2.Finished(
+            attempt=self.submit.attempt, sample=sample, finish_reason=reason, **stages
+        )
         self.session.say(worker_pb2.StepEvent(finished=[finished]))
 
     def say_dropped(self, cause: worker_pb2.DropCause, detail: str = "") -> None:
