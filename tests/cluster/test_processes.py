@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
+from bench.processes import ENVIRONMENT, ClusterProcesses, running_cluster
 from protos import inference_pb2, inference_pb2_grpc
 from tests.cluster.local_cluster import token_request
-from bench.processes import ENVIRONMENT, ClusterProcesses, running_cluster
 from tests.engine.engines import prompt_of
 from tests.reference import NearTies, Reference
 
@@ -84,6 +86,36 @@ async def test_killing_a_worker_ends_its_requests_and_disturbs_no_other(
             NearTies(1).check(stream.token_ids[:300], expected)
         after = Stream(stub, token_request(prompt_of(10), 5))
         assert await after.error() is None
+
+
+async def test_sixteen_openai_streams_at_once_are_each_served_by_two_workers(cluster: ClusterProcesses):
+    address = cluster.router.ready["http"]
+    async with AsyncOpenAI(base_url=f"http://{address}/v1", api_key="unused") as client:
+        (model,) = (await client.models.list()).data
+
+        async def chat(number: int) -> str:
+            stream = await client.chat.completions.create(
+                model=model.id,
+                messages=[{"role": "user", "content": f"Count to {number}."}],
+                max_tokens=30,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        texts = await asyncio.gather(*(chat(number) for number in range(16)))
+    assert all(texts)
+    async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+        while True:
+            workers = {worker["worker_id"]: worker for worker in (await http.get("/workers")).json()}
+            generated = {name: worker["generated_tokens"] for name, worker in workers.items()}
+            if sum(generated.values()) == 16 * 30:
+                break
+    # Each first token is a prefill worker's, all others are decode workers'.
+    assert generated["prefill-0"] + generated["prefill-1"] == 16
+    assert all(generated.values())
+    for name in ("decode-0", "decode-1"):
+        assert workers[name]["computed_prompt_tokens"] == 0
 
 
 async def test_sigterm_finishes_what_runs_then_ends(cluster: ClusterProcesses):
