@@ -90,7 +90,8 @@ def _cluster(name: str) -> tuple[ClusterFolder, ClusterState]:
 @app.command()
 def up(
     model: Annotated[
-        str | None, typer.Option(help="smollm2-135m (default), a local Hugging Face folder or a hub id.")
+        str | None,
+        typer.Option(help="smollm2-135m (default), a local Hugging Face folder, a GGUF file or a hub id."),
     ] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.", min=1)] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.", min=1)] = None,

@@ -47,7 +47,7 @@ class WorkerOptions(BaseSettings, WorkerConfig):  # pyright: ignore[reportIncomp
         default=Path("smollm2-135m"),
         validation_alias="model",
         validate_default=True,
-        description="smollm2-135m, a local Hugging Face folder or a hub id.",
+        description="smollm2-135m, a local Hugging Face folder, a GGUF file or a hub id.",
     )
 
     @field_validator("model_path", mode="before")

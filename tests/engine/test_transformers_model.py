@@ -80,11 +80,41 @@ def test_windows_decide_the_text(folder_of, tmp_path: Path):
     assert not torch.allclose(narrow[WINDOW:], whole[WINDOW:], atol=0.1)
 
 
-def test_a_llama_that_the_lean_decoder_does_not_compute_runs_all_the_same(tmp_path: Path):
-    folder = make_tiny_model(tmp_path, hidden_act="gelu")
-    steps = ModelSteps(model_of(folder), random_tokens(40))
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_scaling": LONGROPE},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ],
+    ids=["gelu", "longrope", "dynamic", "partial"],
+)
+def test_a_llama_that_the_lean_decoder_does_not_compute_runs_all_the_same(
+    tmp_path: Path, fields: dict[str, object]
+):
+    folder = make_tiny_model(tmp_path, **fields)
+    steps = ModelSteps(model_of(folder), random_tokens(128))
     expected = ReferenceModel(folder).logits(steps.sequences[0])
-    torch.testing.assert_close(steps.prefill(0, 40, 17), expected, **TOLERANCE)
+    torch.testing.assert_close(steps.prefill(0, 128, 50), expected, **TOLERANCE)
+
+
+def test_an_8_bit_cache_holds_layers_of_different_shapes(folder_of):
+    folder, prompt, texts = folder_of("mimo_v2_flash"), prompt_of(50), []
+    for kv_dtype in ("auto", "int8"):
+        run = Run(tiny_engine(folder, step_tokens=16, kv_dtype=kv_dtype))
+        run.engine.submit(request("a", prompt, 4))
+        texts.append(run.to_end()["a"])
+    assert texts[0] == texts[1]
 
 
 def test_bfloat16_stays_as_close_to_float32_as_the_reference_does(folder_of):
