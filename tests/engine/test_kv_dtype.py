@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.kv_layout import TensorLayout
 from tests.engine.engines import Run, prompt_of, request, tiny_engine
 from tests.engine.model_steps import BLOCK_SIZE, ModelSteps, Rows, model_of, random_tokens
+from tests.tiny_decoders import make_tiny_decoder
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 PROMPT = 150
@@ -35,6 +36,18 @@ def test_logits_stay_close_to_those_over_a_float_cache(
     folder = make_tiny_model(tmp_path, family)
     exact = steps_of(folder, None, dtype).prefill(0, PROMPT, 40)
     error = size(steps_of(folder, kv_dtype, dtype).prefill(0, PROMPT, 40) - exact)
+    assert 0 < error < LOGIT_ERROR[kv_dtype] * size(exact - exact.mean(-1, keepdim=True))
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("family", ["cohere2", "gpt_bigcode"])
+def test_windows_and_other_layer_shapes_stay_close_too(tmp_path: Path, family: str, kv_dtype: str):
+    folder = make_tiny_decoder(tmp_path, family)
+    exact = steps_of(folder, None).prefill(0, PROMPT, 40)
+    steps = steps_of(folder, kv_dtype)
+    steps.prefill(0, 100, 40)
+    decoded = torch.cat([steps.step(Rows(0, i, i + 1)) for i in range(100, PROMPT)])
+    error = size(decoded - exact[100:])
     assert 0 < error < LOGIT_ERROR[kv_dtype] * size(exact - exact.mean(-1, keepdim=True))
 
 
