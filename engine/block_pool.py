@@ -2,11 +2,18 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from engine.block_hash import BlockHash
 
 BlockId = NewType("BlockId", int)
+
+
+class CacheChanges(NamedTuple):
+    """Names of full blocks that began to answer prefix lookups, and that ceased to."""
+
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
 
 
 class OutOfBlocks(RuntimeError):
@@ -34,6 +41,8 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._names: dict[BlockId, BlockHash] = {}
         self._named: dict[BlockHash, BlockId] = {}
+        # Names that came or went since `take_changes`: whether they answer lookups now.
+        self._changes: dict[BlockHash, bool] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +70,9 @@ class BlockPool:
 
     def _evict(self) -> BlockId:
         block, _ = self._cached.popitem(last=False)
-        del self._named[self._names.pop(block)]
+        name = self._names.pop(block)
+        del self._named[name]
+        self._changes[name] = False
         return block
 
     def publish(self, block: BlockId, name: BlockHash) -> None:
@@ -71,6 +82,19 @@ class BlockPool:
         if name not in self._named and block not in self._names:
             self._named[name] = block
             self._names[block] = name
+            self._changes[name] = True
+
+    def names(self) -> tuple[BlockHash, ...]:
+        """All that lookups find."""
+        return tuple(self._named)
+
+    def take_changes(self) -> CacheChanges:
+        """What lookups find, or find no more, since the last call."""
+        changes, self._changes = self._changes, {}
+        return CacheChanges(
+            tuple(name for name, is_there in changes.items() if is_there),
+            tuple(name for name, is_there in changes.items() if not is_there),
+        )
 
     def find(self, names: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the longest prefix of `names` that is there. Takes no reference."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import KVListener, LayerHook, ReadyChunk
-from engine.block_pool import BlockPool
+from engine.block_hash import BlockHash
+from engine.block_pool import BlockPool, CacheChanges
 from engine.kv_cache import KVCache
 from engine.logprobs import LogprobTensors, TokenLogprobs
 from engine.model import Model
@@ -76,6 +77,8 @@ class Engine:
     ) -> None:
         self.layout = cache.layout
         self.limits = limits
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = eos_token_ids
         self._model = model
         self._cache = cache
         self._eos = eos_token_ids
@@ -352,6 +355,14 @@ class Engine:
         if listener is None or not ready:
             return None
         return lambda layer, tensors: listener.on_layer(layer, tensors, ready)
+
+    def cached_names(self) -> tuple[BlockHash, ...]:
+        """The full blocks that a prefix lookup finds."""
+        return self._pool.names()
+
+    def take_cache_changes(self) -> CacheChanges:
+        """What changed of `cached_names` since the last call."""
+        return self._pool.take_changes()
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
+from engine.block_pool import CacheChanges
 from engine.engine import Engine
 from engine.step_result import EngineLoad, GrantedSequence, StepResult
 
@@ -32,6 +33,7 @@ class EngineReport:
     granted: tuple[GrantedSequence, ...]
     step: StepResult | None
     load: EngineLoad
+    cache_changes: CacheChanges
 
 
 class EngineThread:
@@ -131,7 +133,7 @@ class EngineThread:
         granted = engine.admit()
         launched = engine.launch()
         result = engine.collect(launched) if launched is not None else None
-        report = EngineReport(tuple(granted), result, engine.load())
+        report = EngineReport(tuple(granted), result, engine.load(), engine.take_cache_changes())
         self._loop.call_soon_threadsafe(self._on_report, report)
         return result is not None
 

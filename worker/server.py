@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import grpc
-from engine.loading import load_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -16,10 +15,13 @@ from prometheus_client import start_http_server
 
 from engine.batch import KVListener
 from engine.engine import Engine
+from engine.grammar import GrammarCompiler
+from engine.loading import load_engine
 from kv_transfer.compatibility import layout_to_proto
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineReport, EngineThread
+from worker.grammars import RequestGrammars
 from worker.leg import Assignment, LegFactory, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
@@ -72,6 +74,8 @@ class WorkerServer(ABC):
         engine = await self.engine.start()
         self.layout = engine.layout
         self.limits = engine.limits
+        compiler = GrammarCompiler(self.config.model_path, engine.vocab_size, engine.eos_token_ids)
+        self.grammars = RequestGrammars(compiler)
         self.monitor = LoadMonitor(engine.load(), self.role_name)
         self.description = worker_pb2.WorkerDescription(
             protocol_version=PROTOCOL_VERSION,
@@ -84,7 +88,7 @@ class WorkerServer(ABC):
             num_blocks=engine.load().num_blocks,
         )
         factories = {"local": self._local_leg, **self._leg_factories()}
-        self.service = SessionService(self.description, self.legs, factories, self._load_report)
+        self.service = SessionService(self.description, self.engine, self.legs, factories, self._load_report)
         try:
             await self._listen()
         except BaseException:
@@ -138,11 +142,12 @@ class WorkerServer(ABC):
         """gRPC services beside Worker and Health."""
 
     def _local_leg(self, assignment: Assignment) -> LocalLeg:
-        return LocalLeg(assignment, engine_request(assignment), self.engine)
+        return LocalLeg(assignment, engine_request(assignment), self.engine, self.grammars)
 
     def _on_report(self, report: EngineReport) -> None:
         self.monitor.on_report(report)
         self.legs.dispatch(report)
+        self.service.tell_cache_changes(report.cache_changes)
 
     def _load_report(self) -> worker_pb2.LoadReport:
         return self.monitor.report(
@@ -188,6 +193,7 @@ class WorkerServer(ABC):
         """Ends the sessions, then the engine. What still runs is dropped."""
         self._watch.cancel()
         await self._server.stop(_STOP_GRACE_S)
+        self.grammars.close()
         await self.engine.stop()
         self._metrics_server.shutdown()
         self._metrics_server.server_close()

@@ -1,7 +1,7 @@
 """A router's session with this worker: what it has submitted, and what waits to be told to it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from protos import worker_pb2
 
@@ -31,6 +31,7 @@ class RouterSession:
         self._outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue(OUTBOX_MESSAGES)
         self._event: worker_pb2.StepEvent | None = None
         self._num_events = 0
+        self._num_cache_events = 0
         self._loop = asyncio.get_running_loop()
         # Done when the session must end, with the reason.
         self.failed: asyncio.Future[Exception] = self._loop.create_future()
@@ -75,6 +76,22 @@ class RouterSession:
                 arrival.exception()
         self._arrivals.clear()
         return list(self._live)
+
+    def tell_cache(self, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
+        """What changed of the prefix cache; the first call tells all there is."""
+        event = worker_pb2.CacheEvent(
+            number=self._num_cache_events,
+            is_snapshot=self._num_cache_events == 0,
+            stored=stored,
+            removed=removed,
+        )
+        self._num_cache_events += 1
+        self.tell(worker_pb2.WorkerMessage(cache=event))
+
+    @property
+    def follows_cache(self) -> bool:
+        """The snapshot is told: changes may follow."""
+        return self._num_cache_events > 0
 
     def event(self) -> worker_pb2.StepEvent:
         """The event to add to; it leaves when the callback that runs now has returned.

@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import grpc
 from grpc.aio import ServicerContext
 
+from engine.block_pool import CacheChanges
+from engine.engine import Engine
 from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
+from worker.engine_thread import EngineThread
 from worker.leg import Assignment, LegDropped, LegFactory, LegTable, sequence_id
 from worker.session import OutboxFull, RouterSession
 
@@ -27,6 +30,7 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
         description: worker_pb2.WorkerDescription,
+        engine: EngineThread,
         legs: LegTable,
         factories: Mapping[str, LegFactory],
         load_report: Callable[[], worker_pb2.LoadReport],
@@ -34,6 +38,7 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self._description = description
+        self._engine = engine
         self._legs = legs
         self._factories = factories
         self._load_report = load_report
@@ -68,6 +73,14 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
         if isinstance(error, ValueError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
+    def tell_cache_changes(self, changes: CacheChanges) -> None:
+        """For every engine report, in order."""
+        if not changes.stored and not changes.removed:
+            return
+        for session in self.sessions.values():
+            if session.follows_cache:
+                session.tell_cache(changes.stored, changes.removed)
+
     async def _open(
         self, messages: AsyncIterator[worker_pb2.RouterMessage], context: ServicerContext
     ) -> RouterSession:
@@ -92,6 +105,8 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
     async def _read_all(
         self, session: RouterSession, messages: AsyncIterator[worker_pb2.RouterMessage]
     ) -> None:
+        # Changes are told from the report on that follows the snapshot.
+        await self._engine.call(Engine.cached_names, session.tell_cache)
         async for message in messages:
             match message.WhichOneof("message"):
                 case "submit":
