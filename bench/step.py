@@ -85,6 +85,8 @@ def run_engine(engine: Engine, batch: int, prompt: int) -> Measured:
                 prompt=tuple(tokens),
                 sampling=sampling,
                 arrival_s=number,
+                # No cell finds another's prompts in the prefix cache.
+                cache_salt=f"{batch}x{prompt}",
             )
         )
     engine.admit()
