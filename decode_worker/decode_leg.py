@@ -9,7 +9,7 @@ import torch
 
 from engine.engine import Engine
 from engine.kv_layout import KVLayout
-from engine.request import InvalidRequest, KVSource
+from engine.request import EngineRequest, InvalidRequest, KVSource
 from engine.step_result import EndedSequence
 from kv_transfer.frame import KVSlice
 from kv_transfer.messages import Drop, DropCause, Open
@@ -24,6 +24,7 @@ from kv_transfer.sink import (
 from protos import worker_pb2
 from worker.drop_causes import dropped_leg
 from worker.engine_thread import EngineThread
+from worker.grammars import RequestGrammars
 from worker.leg import Assignment, Leg, LegTable, sequence_id
 from worker.load_monitor import LoadMonitor
 from worker.session import RouterSession, SessionEnded
@@ -37,7 +38,12 @@ class DecodeLeg(Leg):
     """A request whose KV comes by hand-off: its place at this worker (kv_transfer's HandoffSink)."""
 
     def __init__(
-        self, assignment: Assignment, engine: EngineThread, layout: KVLayout, monitor: LoadMonitor
+        self,
+        assignment: Assignment,
+        engine: EngineThread,
+        layout: KVLayout,
+        monitor: LoadMonitor,
+        grammars: RequestGrammars,
     ) -> None:
         super().__init__(assignment)
         loop = asyncio.get_running_loop()
@@ -48,11 +54,15 @@ class DecodeLeg(Leg):
         self._engine = engine
         self._layout = layout
         self._monitor = monitor
+        self._grammars = grammars
+        # The request with its grammar.
+        self._complete: asyncio.Future[EngineRequest] = loop.create_future()
         self._granted: asyncio.Future[int] = loop.create_future()
         # None: the sequence has its end.
         self._over: asyncio.Future[Drop | None] = loop.create_future()
 
     async def run(self) -> None:
+        self._complete.set_result(await self._grammars.complete(self._request, self.assignment.submit))
         drop = await asyncio.shield(self._over)
         if drop is not None:
             raise dropped_leg(drop)
@@ -72,7 +82,8 @@ class DecodeLeg(Leg):
 
     async def reserve(self) -> int:
         try:
-            await self._engine.call(lambda engine: engine.submit(self._request))
+            request = await asyncio.shield(self._complete)
+            await self._engine.call(lambda engine: engine.submit(request))
         except InvalidRequest as error:
             raise HandoffDropped(Drop(DropCause.INVALID, str(error))) from error
         return await asyncio.shield(self._granted)

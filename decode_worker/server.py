@@ -20,7 +20,7 @@ class DecodeWorker(WorkerServer):
         return {"decode": self._decode_leg}
 
     def _decode_leg(self, assignment: Assignment) -> DecodeLeg:
-        return DecodeLeg(assignment, self.engine, self.layout, self.monitor)
+        return DecodeLeg(assignment, self.engine, self.layout, self.monitor, self.grammars)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         door = DecodeDoor(self.epoch, self.service.sessions, self.legs)

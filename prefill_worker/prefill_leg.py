@@ -15,6 +15,7 @@ from prefill_worker.kv_export import KVExport
 from protos import worker_pb2
 from worker.drop_causes import dropped_leg
 from worker.engine_thread import EngineThread
+from worker.grammars import RequestGrammars
 from worker.leg import Assignment, Leg, LegDropped
 from worker.load_monitor import LoadMonitor
 from worker.submission import engine_request
@@ -31,6 +32,7 @@ class PrefillLeg(Leg):
         window: GrantWindow,
         export: KVExport,
         monitor: LoadMonitor,
+        grammars: RequestGrammars,
     ) -> None:
         super().__init__(assignment)
         self._request = engine_request(assignment, run_until=RunUntil.FIRST_TOKEN)
@@ -38,6 +40,7 @@ class PrefillLeg(Leg):
         self._window = window
         self._export = export
         self._monitor = monitor
+        self._grammars = grammars
         self._handoff = HandoffOutbound(peers, self._ticket())
         self._computed = asyncio.Event()
         self._held: HeldSequence | None = None
@@ -76,10 +79,11 @@ class PrefillLeg(Leg):
             peer=self.assignment.submit.prefill.decode_worker_id,
             num_tokens=len(self._request.prompt) + len(self._request.generated),
         )
+        complete = await self._grammars.complete(self._request, self.assignment.submit)
         async with self._window.turn(turn):
             cached_tokens = await self._handoff.open()
             self._window.granted(turn)
-            request = replace(self._request, export_from=cached_tokens)
+            request = replace(complete, export_from=cached_tokens)
             self._export.attach(self._request.sequence_id, self._handoff.offer)
             await self._engine.call(lambda engine: engine.submit(request))
             computed = asyncio.create_task(self._computed.wait())

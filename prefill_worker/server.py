@@ -34,7 +34,9 @@ class PrefillWorker(WorkerServer):
         return {"prefill": self._prefill_leg}
 
     def _prefill_leg(self, assignment: Assignment) -> PrefillLeg:
-        return PrefillLeg(assignment, self.engine, self._peers, self._window, self._export, self.monitor)
+        return PrefillLeg(
+            assignment, self.engine, self._peers, self._window, self._export, self.monitor, self.grammars
+        )
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         """It takes no hand-offs."""

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.logprobs import TokenLogprobs
 from engine.request import FinishReason, SequenceId
 from engine.step_result import EndedSequence, HeldSequence, SampledToken
 from protos import inference_pb2, worker_pb2
@@ -75,11 +76,21 @@ class Leg(ABC):
         raise AssertionError("this leg makes no hand-off")
 
     def on_token(self, token: SampledToken) -> None:
-        submit = self.assignment.submit
-        self.assignment.session.event().tokens.append(
-            worker_pb2.SequenceTokens(
-                attempt=submit.attempt, sample=token.sample, index=token.index, token_ids=[token.token]
-            )
+        told = worker_pb2.SequenceTokens(
+            attempt=self.assignment.submit.attempt,
+            sample=token.sample,
+            index=token.index,
+            token_ids=[token.token],
+        )
+        if token.logprobs is not None:
+            told.logprobs.append(_logprobs(token.logprobs))
+        self.assignment.session.event().tokens.append(told)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """`logprobs`: of every prompt token but the first."""
+        told = [inference_pb2.TokenLogprobs(), *map(_logprobs, logprobs)]
+        self.assignment.session.event().prompt_logprobs.append(
+            worker_pb2.PromptLogprobs(attempt=self.assignment.submit.attempt, tokens=told)
         )
 
     @abstractmethod
@@ -102,6 +113,14 @@ class Leg(ABC):
             finished.decode_wait_s = marks.first_decode - marks.decode_ready
             finished.decode_s = marks.last_token - marks.first_decode
         self.assignment.session.event().finished.append(finished)
+
+
+def _logprobs(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
 
 
 LegFactory = Callable[[Assignment], Leg]
@@ -171,6 +190,9 @@ class LegTable:
                 leg.on_granted(granted.cached_tokens)
         if report.step is None:
             return
+        for told in report.step.prompt_logprobs:
+            if (leg := self._legs.get(told.sequence_id)) is not None:
+                leg.on_prompt_logprobs(told.tokens)
         for token in report.step.tokens:
             if (leg := self._legs.get(token.sequence_id)) is not None:
                 leg.on_token(token)

@@ -1,6 +1,5 @@
 """A Submit as an engine request."""
 
-from engine.grammar import CompiledGrammar
 from engine.request import EngineRequest, KVSource, RunUntil, SamplingParams
 from protos import inference_pb2
 from worker.leg import Assignment
@@ -11,9 +10,8 @@ def engine_request(
     *,
     kv_source: KVSource = KVSource.COMPUTE,
     run_until: RunUntil = RunUntil.END,
-    grammar: CompiledGrammar | None = None,
 ) -> EngineRequest:
-    """`grammar`: of the Submit's, compiled."""
+    """All but the grammar, which takes time: `RequestGrammars.complete`."""
     submit = assignment.submit
     return EngineRequest(
         sequence_id=assignment.sequence_id,
@@ -24,7 +22,6 @@ def engine_request(
         sample=submit.sample,
         kv_source=kv_source,
         run_until=run_until,
-        grammar=grammar,
         cache_salt=submit.cache_salt,
     )
 
