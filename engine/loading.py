@@ -1,6 +1,5 @@
 """An engine from a model's folder."""
 
-
 import psutil
 import torch
 
@@ -60,9 +59,7 @@ def _layout(config: EngineConfig, dtype: str, model: Model) -> KVLayout:
     return KVLayout(fingerprint, config.kv_dtype, config.block_size, layers)
 
 
-def load_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int
-) -> Model:
+def load_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int) -> Model:
     """The lean decoder where it can, else transformers' own modules.
 
     Raises:
