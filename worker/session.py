@@ -77,14 +77,16 @@ class RouterSession:
         self._arrivals.clear()
         return list(self._live)
 
-    def tell_cache(self, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
-        """What changed of the prefix cache; the first call tells all there is."""
-        event = worker_pb2.CacheEvent(
-            number=self._num_cache_events,
-            is_snapshot=self._num_cache_events == 0,
-            stored=stored,
-            removed=removed,
-        )
+    def tell_cache(self, names: Sequence[bytes]) -> None:
+        """All that the prefix cache answers for."""
+        self._tell_cache(worker_pb2.CacheEvent(is_snapshot=True, stored=names))
+
+    def tell_cache_changes(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """What changed since the last event."""
+        self._tell_cache(worker_pb2.CacheEvent(stored=stored, removed=removed))
+
+    def _tell_cache(self, event: worker_pb2.CacheEvent) -> None:
+        event.number = self._num_cache_events
         self._num_cache_events += 1
         self.tell(worker_pb2.WorkerMessage(cache=event))
 

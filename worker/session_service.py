@@ -79,7 +79,7 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
             return
         for session in self.sessions.values():
             if session.follows_cache:
-                session.tell_cache(changes.stored, changes.removed)
+                session.tell_cache_changes(changes.stored, changes.removed)
 
     async def _open(
         self, messages: AsyncIterator[worker_pb2.RouterMessage], context: ServicerContext
@@ -113,6 +113,8 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
                     self._submit(session, message.submit)
                 case "cancel":
                     self._legs.cancel(sequence_id(session.session_id, message.cancel.attempt.number))
+                case "cache_query":
+                    await self._engine.call(Engine.cached_names, session.tell_cache)
                 case other:
                     raise ValueError(f"a router does not send {other} in a session")
 

@@ -29,23 +29,36 @@ class CacheWatch:
         self._call = worker_pb2_grpc.WorkerStub(channel).Connect()
         self._session = session
         self._next = 0
+        self.num_snapshots = 0
         self.names: set[bytes] = set()
 
     async def start(self) -> None:
         hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, session=self._session)
         await self._call.write(worker_pb2.RouterMessage(hello=hello))
         await self.follow_until(lambda: self._next > 0)
+        assert self.num_snapshots == 1
 
     async def follow_until(self, is_enough) -> None:
         while not is_enough():
             message = await self._call.read()
             if message.HasField("cache"):
-                event = message.cache
-                assert event.number == self._next
-                assert event.is_snapshot == (self._next == 0)
-                self._next += 1
-                self.names |= set(event.stored)
-                self.names -= set(event.removed)
+                self._hear(message.cache)
+
+    def _hear(self, event: worker_pb2.CacheEvent) -> None:
+        assert event.number == self._next
+        self._next += 1
+        if event.is_snapshot:
+            self.num_snapshots += 1
+            self.names = set()
+        self.names |= set(event.stored)
+        self.names -= set(event.removed)
+
+    async def ask_again(self) -> None:
+        """Forgets all, and follows until there is a snapshot."""
+        self.names = set()
+        await self._call.write(worker_pb2.RouterMessage(cache_query=worker_pb2.CacheQuery()))
+        asked_after = self.num_snapshots
+        await self.follow_until(lambda: self.num_snapshots > asked_after)
 
 
 def names_of(prompt: tuple[int, ...]) -> set[bytes]:
@@ -70,3 +83,14 @@ async def test_a_session_begins_with_all_there_is_and_follows_every_change(clust
         assert names_of(second) <= there
         assert not names_of(first) <= there
         await watch.follow_until(lambda: watch.names == there)
+
+
+async def test_a_session_that_lost_track_asks_for_all_there_is(cluster: LocalCluster):
+    worker = cluster.decode[0]
+    prompt = prompt_of(50, seed=1)
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        watch = CacheWatch(channel, "watch")
+        await watch.start()
+        await cluster.generate(token_request(prompt, 2, ignore_eos=True))
+        await watch.ask_again()
+        assert watch.names == names_of(prompt)
