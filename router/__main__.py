@@ -6,7 +6,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import uvloop
 from pydantic import ValidationError
@@ -16,28 +16,46 @@ from model_store import ModelStoreError, resolve
 from router.config import RouterConfig
 from router.router_server import RouterServer
 from router.worker_directory import StaticDirectory
+from security.tls_config import TlsConfig
 
 # Given by --model, which also takes names.
 _MODEL_FIELD = "model_path"
 
 
 def parse_config(arguments: Sequence[str]) -> RouterConfig:
-    """The configuration from command-line options: one for each field of `RouterConfig`.
+    """The configuration from command-line options: one for each field of `RouterConfig`, `--tls.cert` and
+    so on for the fields of a section.
 
     Exits with a message on stderr when an option is wrong or the model cannot be had.
     """
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     model = options.pop("model")
-    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return RouterConfig(model_path=resolve(model), **given)
+        return RouterConfig.model_validate({"model_path": resolve(model)} | _nested(options))
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-")
-        parser.error(f"{option}: {first['msg']}")
+        message = first["msg"].removeprefix("Value error, ")
+        option = ".".join(str(part) for part in first["loc"]).replace("_", "-")
+        parser.error(f"--{option}: {message}" if option else message)
     except ModelStoreError as error:
         parser.error(f"--model: {error}")
+
+
+def _nested(options: Mapping[str, object]) -> dict[str, object]:
+    """The options that were given, those of a section together under its name."""
+    nested: dict[str, object] = {}
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        section, _, key = name.partition(".")
+        if key:
+            nested[section] = sections.setdefault(section, {})
+            sections[section][key] = value
+        else:
+            nested[name] = value
+    return nested
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,11 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     option, about = "--" + name.replace("_", "-"), (field.description or "").replace("%", "%%")
-    if field.annotation == tuple[str, ...]:
+    if field.annotation == TlsConfig | None:
+        for key, below in TlsConfig.model_fields.items():
+            _add_option(parser, f"{name}.{key}", below)
+    elif field.annotation is bool:
+        parser.add_argument(option, action="store_const", const=True, help=about)
+    elif field.annotation == tuple[str, ...]:
         repeat = "May be repeated, or several with commas between."
         parser.add_argument(option, action="extend", type=_split, metavar="ADDRESS", help=f"{about} {repeat}")
     else:
-        default = "" if field.default is None else f" Default: {field.default}."
+        has_default = field.default is not None and not field.is_required()
+        default = f" Default: {field.default}." if has_default else ""
         parser.add_argument(option, metavar="VALUE", help=about + default)
 
 

@@ -1,9 +1,12 @@
 """What a router can be told."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from security.exposure import is_loopback
+from security.tls_config import LocalFile, TlsConfig
 
 ToolCallFormat = Literal["auto", "hermes", "llama3", "none"]
 
@@ -41,3 +44,31 @@ class RouterConfig(BaseModel):
         default="auto",
         description="How the model writes tool calls. auto: as its chat template; none: not read.",
     )
+    api_keys_file: LocalFile | None = Field(
+        default=None,
+        description="Keys that clients must show: one on each line, or a YAML file with limits. "
+        "Default: none is asked for.",
+    )
+    tls: TlsConfig | None = Field(
+        default=None,
+        description="Encrypts the doors and the sessions with workers: the PEM files cert, key and ca. "
+        "`baton certs` makes some for tests.",
+    )
+    client_ca: LocalFile | None = Field(
+        default=None, description="The doors take only clients with a certificate of this CA. PEM."
+    )
+    insecure: bool = Field(
+        default=False, description="Listen beyond loopback though clients need neither key nor certificate."
+    )
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        if self.client_ca is not None and self.tls is None:
+            raise ValueError("client_ca: needs tls")
+        knows_clients = self.api_keys_file is not None or self.client_ca is not None
+        if not (is_loopback(self.host) or knows_clients or self.insecure):
+            raise ValueError(
+                f"host: {self.host} can be reached from other machines, and clients need no key: give the "
+                "router --api-keys-file (docs/security.md), let it listen on 127.0.0.1, or say --insecure"
+            )
+        return self

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from router.cluster_view import LinkState, Role, WorkerSnapshot, WorkerStatus
 from router.worker_directory import Joined, Left, WorkerDirectory
 from router.worker_session import WorkerRefused, WorkerSession, role_of
+from security.channel_security import ChannelSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class LinkSettings:
 
     model: str
     stall_limit_s: float
+    security: ChannelSecurity
 
 
 class WorkerLink:
@@ -64,7 +66,8 @@ class WorkerLink:
 
     async def _hold_session(self) -> bool:
         """One session from start to end. Says whether it ever got as far as a description."""
-        session = WorkerSession(self.address, self._settings.model, self._settings.stall_limit_s)
+        settings = self._settings
+        session = WorkerSession(self.address, settings.model, settings.stall_limit_s, settings.security)
         self.session = session
         try:
             reason = await session.run(self._on_heard)

@@ -7,6 +7,7 @@ with its prompt as token ids and nothing left to default but the seed.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from router.api_keys import ANONYMOUS, ApiKey
 from router.chat_template import ChatMessage
 from router.errors import invalid
 from router.sampling_options import Limits, SamplingDraft, SamplingOptions, check_token_ids
@@ -49,6 +50,7 @@ class RequestDraft:
     Attributes:
         model: empty: the one that is served.
         markup: special tokens that stay in the text.
+        api_key: the client's.
         arrival_s: on `time.monotonic`'s clock; `arrival_unix_s` is the same moment since the epoch.
     """
 
@@ -59,6 +61,7 @@ class RequestDraft:
     stop: tuple[str, ...] = ()
     markup: tuple[str, ...] = ()
     cache_salt: str = ""
+    api_key: ApiKey = ANONYMOUS
     arrival_s: float
     arrival_unix_s: float
 

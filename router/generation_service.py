@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from router.cluster_view import Role, WorkerStatus
-from router.completion import End, Output
+from router.completion import End, Output, Piece
 from router.errors import ErrorCode, RequestError, unavailable
 from router.fleet import Fleet, count_ready, max_model_len
 from router.generation_request import (
@@ -20,6 +20,7 @@ from router.generation_request import (
     check_prompt,
     check_stop,
 )
+from router.key_quota import KeyQuota
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
 from router.request_run import RequestRun
@@ -48,6 +49,7 @@ class GenerationService:
         self._fleet = fleet
         self._metrics = metrics
         self._local_prefill_tokens = local_prefill_tokens
+        self._quota = KeyQuota()
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,11 +109,15 @@ class GenerationService:
     async def _run(self, draft: RequestDraft) -> Outputs:
         if self.draining:
             raise unavailable("the router is leaving")
-        request = await self._check(draft)
-        run = RequestRun(request, self._fleet, self.tokenizer, self._metrics, self._local_prefill_tokens)
-        async with aclosing(run.outputs()) as outputs:
-            async for output in outputs:
-                yield output
+        with self._quota.request(draft.api_key) as spending:
+            request = await self._check(draft)
+            spending.charge(len(request.prompt))
+            run = RequestRun(request, self._fleet, self.tokenizer, self._metrics, self._local_prefill_tokens)
+            async with aclosing(run.outputs()) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Piece):
+                        spending.charge(len(output.tokens))
+                    yield output
 
     async def _check(self, draft: RequestDraft) -> GenerationRequest:
         if draft.model not in ("", self.card.name):
@@ -157,8 +163,9 @@ class GenerationService:
         latency_s = time.monotonic() - draft.arrival_s
         self._metrics.ended(end, latency_s)
         logger.info(
-            "%s: %s after %d + %d tokens in %.3f s, prefilled by %s, decoded by %s",
+            "%s of %s: %s after %d + %d tokens in %.3f s, prefilled by %s, decoded by %s",
             draft.request_id,
+            draft.api_key.name,
             end.last.finish_reason.value,
             end.usage.prompt_tokens,
             end.usage.completion_tokens,

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from grpc.aio import ServicerContext
-from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
+from router.api_keys import ApiKey
 from router.chat_template import ChatMessage
 from router.completion import End, FinishReason, Output, Piece, SampleEnd, ScoredPrompt, TokenLogprobs
-from router.errors import ErrorCode, RequestError, grpc_code, invalid
-from router.errors import rpc_status as error_status
+from router.doorkeeper import Doorkeeper, authorization_of
+from router.errors import ErrorCode, RequestError, invalid
 from router.generation_request import (
     ChatPrompt,
     Prompt,
@@ -23,6 +23,7 @@ from router.generation_request import (
 )
 from router.generation_service import GenerationService
 from router.grammar import Grammar, JsonObject, JsonSchema, Regex
+from router.grpc_error import abort
 from router.sampling_options import SamplingDraft
 
 MAX_REQUEST_ID_CHARS = 128
@@ -31,18 +32,14 @@ _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
-_FIELD_PATHS = {
-    "messages": "chat.messages",
-    "response_format": "sampling.grammar",
-    **{name: name for name in ("prompt", "stop", "model", "cache_salt")},
-}
 
 
 class GrpcDoor(inference_pb2_grpc.InferenceServicer):
     """Answers `Generate` and `ListModels`."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, doorkeeper: Doorkeeper) -> None:
         self._service = service
+        self._doorkeeper = doorkeeper
 
     async def Generate(
         self,
@@ -53,12 +50,13 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request_id = request.request_id[:MAX_REQUEST_ID_CHARS] or f"req-{uuid.uuid4().hex}"
         try:
             async with _deadline(context):
-                draft = _draft(request, request_id, arrival_s, arrival_unix_s)
+                api_key = self._doorkeeper.admit(authorization_of(context.invocation_metadata()))
+                draft = _draft(request, request_id, api_key, arrival_s, arrival_unix_s)
                 async with aclosing(self._service.generate(draft)) as outputs:
                     async for output in outputs:
                         await context.write(_response(request_id, output))
         except RequestError as error:
-            await _abort(context, error, request_id)
+            await abort(context, error, request_id)
 
     async def ListModels(
         self,
@@ -80,14 +78,12 @@ async def _deadline(context: ServicerContext) -> AsyncIterator[None]:
         raise RequestError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed") from error
 
 
-async def _abort(context: ServicerContext, error: RequestError, request_id: str) -> None:
-    path = None if error.field is None else _FIELD_PATHS.get(error.field, f"sampling.{error.field}")
-    status = rpc_status.to_status(error_status(error, request_id, path))
-    await context.abort(grpc_code(error), status.details, status.trailing_metadata)
-
-
 def _draft(
-    request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, arrival_unix_s: float
+    request: inference_pb2.GenerateRequest,
+    request_id: str,
+    api_key: ApiKey,
+    arrival_s: float,
+    arrival_unix_s: float,
 ) -> RequestDraft:
     return RequestDraft(
         request_id=request_id,
@@ -96,6 +92,7 @@ def _draft(
         sampling=_sampling(request.sampling),
         stop=tuple(request.stop),
         cache_salt=request.cache_salt,
+        api_key=api_key,
         arrival_s=arrival_s,
         arrival_unix_s=arrival_unix_s,
     )

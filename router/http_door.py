@@ -10,9 +10,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from router.api_keys import ApiKey
+from router.doorkeeper import Doorkeeper
 from router.errors import ErrorCode, RequestError, openai_body
 from router.generation_request import ChatPrompt, RequestDraft
 from router.generation_service import GenerationService
+from router.http_keys import HttpKeys, api_key_of
 from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
@@ -22,13 +25,16 @@ MAX_BODY_BYTES = 16 << 20
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def make_http_door(service: GenerationService, tool_style: ToolStyle | None) -> FastAPI:
+def make_http_door(
+    service: GenerationService, tool_style: ToolStyle | None, doorkeeper: Doorkeeper
+) -> FastAPI:
     """The ASGI application.
 
     Args:
         tool_style: how the model writes calls. None: not known.
     """
     door = FastAPI(title="Baton", openapi_url=None)
+    door.add_middleware(HttpKeys, doorkeeper=doorkeeper)
 
     @door.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -93,6 +99,7 @@ class _Asked:
     """Who asked, and when: on both clocks."""
 
     request_id: str
+    api_key: ApiKey
     arrival_s: float
     arrival_unix_s: float
 
@@ -101,7 +108,7 @@ class _Asked:
         """The client's X-Request-Id where it sends a sound one."""
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return cls(request_id, time.monotonic(), time.time())
+        return cls(request_id, api_key_of(request), time.monotonic(), time.time())
 
     def completion(self, body: CompletionRequest) -> RequestDraft:
         return RequestDraft(
@@ -111,6 +118,7 @@ class _Asked:
             sampling=body.sampling(),
             stop=body.stops(),
             cache_salt=body.cache_salt or "",
+            api_key=self.api_key,
             arrival_s=self.arrival_s,
             arrival_unix_s=self.arrival_unix_s,
         )
@@ -124,6 +132,7 @@ class _Asked:
             stop=body.stops(),
             markup=plan.markup,
             cache_salt=body.cache_salt or "",
+            api_key=self.api_key,
             arrival_s=self.arrival_s,
             arrival_unix_s=self.arrival_unix_s,
         )

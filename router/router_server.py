@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import grpc
@@ -13,16 +14,21 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2, inference_pb2_grpc
+from router.api_keys import KeyRing
 from router.config import RouterConfig
+from router.door_tls import DoorTls
+from router.doorkeeper import Doorkeeper
 from router.fleet import Fleet, LinkSettings
 from router.generation_service import GenerationService
 from router.grpc_door import GrpcDoor
+from router.grpc_keys import GrpcKeys
 from router.http_door import MAX_BODY_BYTES, make_http_door
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.tokenizer import Tokenizer
 from router.tool_style import choose_tool_style
 from router.worker_directory import WorkerDirectory
+from security.channel_security import channel_security, listen
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +46,10 @@ _GRPC_OPTIONS = [
 class _HttpServer(uvicorn.Server):
     """uvicorn in our loop: signals are the process's business, and `listening` says when it serves."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        config.load()
+        config.ssl = tls
         self.listening = asyncio.Event()
         self.closed = asyncio.Event()
 
@@ -71,7 +79,7 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, directory: WorkerDirectory) -> None:
         card = ModelCard.read(config.model_path, config.model_name)
-        self.fleet = Fleet(LinkSettings(card.name, config.stall_limit_s))
+        self.fleet = Fleet(LinkSettings(card.name, config.stall_limit_s, channel_security(config.tls)))
         self.grpc_address = ""
         self.http_address = ""
         self._config = config
@@ -81,17 +89,23 @@ class RouterServer:
             card, tokenizer, self.fleet, RouterMetrics(), config.local_prefill_tokens
         )
         tool_style = choose_tool_style(config.tool_call_format, tokenizer.tool_template, tokenizer.has_token)
+        keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
+        self._doorkeeper = Doorkeeper(keys)
+        self._tls = DoorTls.of(config)
         self._health = HealthServicer()
-        self._grpc = grpc.aio.server(options=_GRPC_OPTIONS)
+        self._grpc = grpc.aio.server(
+            interceptors=[] if keys is None else [GrpcKeys(self._doorkeeper)], options=_GRPC_OPTIONS
+        )
         self._http = _HttpServer(
             uvicorn.Config(
-                make_http_door(self._service, tool_style),
+                make_http_door(self._service, tool_style, self._doorkeeper),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(CLOSE_LIMIT_S),
-            )
+            ),
+            self._tls.http,
         )
         self._main: asyncio.Task[None] | None = None
 
@@ -100,8 +114,8 @@ class RouterServer:
         """Listens when it returns; workers join as the directory names them.
 
         Raises:
-            ValueError: the model's folder is damaged.
-            OSError: a port cannot be had.
+            ValueError: the model's folder or the file of keys is damaged.
+            OSError: a port cannot be had, or a certificate cannot be used.
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model_path)
         server = cls(config, tokenizer, directory)
@@ -113,14 +127,13 @@ class RouterServer:
         return server
 
     async def _open_grpc(self) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(GrpcDoor(self._service), self._grpc)
+        door = GrpcDoor(self._service, self._doorkeeper)
+        inference_pb2_grpc.add_InferenceServicer_to_server(door, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (INFERENCE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._grpc)
-        try:
-            port = self._grpc.add_insecure_port(f"{self._config.host}:{self._config.grpc_port}")
-        except RuntimeError as error:
-            raise OSError(f"gRPC cannot listen: {error}") from error
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        port = listen(self._grpc, address, self._tls.grpc)
         await self._report_health()
         await self._grpc.start()
         self.grpc_address = f"{self._config.host}:{port}"

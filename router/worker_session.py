@@ -10,6 +10,7 @@ import grpc
 
 from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
 from router.cluster_view import Role, WorkerSnapshot
+from security.channel_security import ChannelSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class WorkerSession:
     Everything that the worker says is dispatched at once, in order: the reader never waits for anybody.
     """
 
-    def __init__(self, address: str, model: str, stall_limit_s: float) -> None:
+    def __init__(self, address: str, model: str, stall_limit_s: float, security: ChannelSecurity) -> None:
         """
         Args:
             model: that the worker must serve.
@@ -74,6 +75,7 @@ class WorkerSession:
         self.heard_s: float | None = None
         self._model = model
         self._stall_limit_s = stall_limit_s
+        self._security = security
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue(OUTBOX_MESSAGES)
         self._listeners: dict[int, LegListener] = {}
         self._sent = _SentSinceReport()
@@ -115,7 +117,7 @@ class WorkerSession:
         loop = asyncio.get_running_loop()
         try:
             async with (
-                grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel,
+                self._security.connect(self.address, _CHANNEL_OPTIONS) as channel,
                 asyncio.timeout(self._stall_limit_s) as self._silence,
             ):
                 call = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())

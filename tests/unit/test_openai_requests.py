@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
 from router.fleet import Fleet, LinkSettings
 from router.generation_service import GenerationService
@@ -19,6 +20,7 @@ from router.model_card import ModelCard
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
 from router.tokenizer import Tokenizer
 from router.tool_style import HERMES
+from security.channel_security import Plaintext
 
 CHAT = {"messages": [{"role": "user", "content": "What?"}]}
 TEXT = {"prompt": "a"}
@@ -28,9 +30,9 @@ TEXT = {"prompt": "a"}
 async def door(tiny_model: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The application itself, before a fleet without workers."""
     tokenizer = Tokenizer.load(tiny_model)
-    fleet = Fleet(LinkSettings("tiny", 1.0))
+    fleet = Fleet(LinkSettings("tiny", 1.0, Plaintext()))
     service = GenerationService(ModelCard.read(tiny_model, "tiny"), tokenizer, fleet, RouterMetrics(), 0)
-    transport = httpx.ASGITransport(app=make_http_door(service, HERMES))
+    transport = httpx.ASGITransport(app=make_http_door(service, HERMES, Doorkeeper(None)))
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client
     tokenizer.close()

@@ -10,13 +10,14 @@ from router.sample_course import SampleFinished, Tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
 from router.worker_session import LegEvent, WorkerSession
+from security.channel_security import Plaintext
 
 
 def local_attempt(max_tokens: int) -> tuple[Attempt, Callable[[LegEvent], None]]:
     """An attempt on one worker whose session is never run, and the ear it listens with."""
     options = check_sampling(SamplingDraft(max_tokens=max_tokens), 1, Limits(None, None))
     attempt = Attempt(AttemptId(1, 0, b"secret"), {0: 0}, options, arrival_s=0.0)
-    session = WorkerSession("127.0.0.1:1", "tiny", 1.0)
+    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     submit.local.SetInParent()
     attempt.submit([(session, "d0", submit)])

@@ -14,6 +14,7 @@ from router.sample_course import SampleFinished, Tokens, scored_tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
 from router.worker_session import LegEvent, WorkerSession
+from security.channel_security import Plaintext
 
 Hear = Callable[[LegEvent], None]
 
@@ -24,7 +25,7 @@ def attempt_at(leg: str, first_indices: dict[int, int] | None = None, **sampling
     attempt = Attempt(
         AttemptId(1, 0, b""), first_indices or dict.fromkeys(range(options.n), 0), options, arrival_s=0.0
     )
-    session = WorkerSession("127.0.0.1:1", "tiny", 1.0)
+    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     getattr(submit, leg).SetInParent()
     attempt.submit([(session, "w0", submit)])
