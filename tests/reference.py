@@ -44,6 +44,11 @@ class Reference:
             tuple(out.sequences[0, len(prompt) :].tolist()), tuple((t[0] - t[1]).item() for t in top)
         )
 
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[num_tokens, vocab] float32: row i is of what follows tokens[: i + 1]."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([list(tokens)])).logits[0].float()
+
 
 class NearTies:
     """Counts the texts that differ from the reference where it was itself undecided; allows a few."""

@@ -31,7 +31,7 @@ def adjusted(logits: torch.Tensor, **params) -> torch.Tensor:
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_is_over_prompt_and_generated_as_transformers_has_it(penalty):
     logits = scores()
-    ids = torch.tensor([[*PROMPT, *GENERATED]])
+    ids = torch.LongTensor([[*PROMPT, *GENERATED]])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert torch.allclose(adjusted(logits, repetition_penalty=penalty), expected, rtol=1e-6)
 
@@ -56,7 +56,7 @@ def test_biases_are_added_also_to_tokens_that_came():
 
 def test_repetition_comes_before_the_other_penalties():
     logits = scores()
-    ids = torch.tensor([[*PROMPT, *GENERATED]])
+    ids = torch.LongTensor([[*PROMPT, *GENERATED]])
     counts = torch.bincount(torch.tensor(GENERATED), minlength=VOCAB).float()
     expected = RepetitionPenaltyLogitsProcessor(1.5)(ids, logits.clone()) - (counts > 0).float()
     expected[0, 5] += 2
