@@ -66,18 +66,13 @@ class KVSlice(NamedTuple):
 
 def encode(frame: Frame) -> bytes:
     """Seals a frame. Copies the payload once."""
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        frame.number,
-        frame.layer_start,
-        frame.layer_count,
-        frame.token_start,
-        frame.token_count,
-        0,
-        frame.payload_bytes,
-    )
-    return b"".join((fields, _checksum(fields, frame.parts), *frame.parts))
+    fields = _packed_fields(frame)
+    return b"".join((fields, _CHECKSUM.pack(_digest(fields, frame.parts)), *frame.parts))
+
+
+def checksum(frame: Frame) -> int:
+    """What `encode` seals a frame with: 64 bits over its fields and its payload."""
+    return _digest(_packed_fields(frame), frame.parts)
 
 
 def decode(data: Bytes) -> Frame:
@@ -90,7 +85,7 @@ def decode(data: Bytes) -> Frame:
     if view.nbytes < HEADER_BYTES:
         raise DamagedFrame(f"{view.nbytes} bytes are no frame")
     fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
-    if _checksum(fields, (payload,)) != view[_FIELDS.size : HEADER_BYTES]:
+    if _CHECKSUM.pack(_digest(fields, (payload,))) != view[_FIELDS.size : HEADER_BYTES]:
         raise DamagedFrame("the checksum does not match the bytes")
     magic, version, number, layer_start, layer_count, token_start, token_count, _, payload_bytes = (
         _FIELDS.unpack(fields)
@@ -106,7 +101,7 @@ def reseal(data: Bytes) -> bytes:
     """The same bytes with the checksum that matches them: for tests that alter a frame."""
     view = memoryview(data).cast("B")
     fields, payload = view[: _FIELDS.size], view[HEADER_BYTES:]
-    return b"".join((fields, _checksum(fields, (payload,)), payload))
+    return b"".join((fields, _CHECKSUM.pack(_digest(fields, (payload,))), payload))
 
 
 def cut(frame: Frame, layout: KVLayout) -> tuple[KVSlice, ...]:
@@ -129,8 +124,22 @@ def cut(frame: Frame, layout: KVLayout) -> tuple[KVSlice, ...]:
     return tuple(slices)
 
 
-def _checksum(fields: Bytes, parts: Iterable[memoryview]) -> bytes:
+def _packed_fields(frame: Frame) -> bytes:
+    return _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        frame.number,
+        frame.layer_start,
+        frame.layer_count,
+        frame.token_start,
+        frame.token_count,
+        0,
+        frame.payload_bytes,
+    )
+
+
+def _digest(fields: Bytes, parts: Iterable[memoryview]) -> int:
     digest = xxhash.xxh3_64(fields)
     for part in parts:
         digest.update(part)
-    return _CHECKSUM.pack(digest.intdigest())
+    return digest.intdigest()

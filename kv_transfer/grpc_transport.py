@@ -1,22 +1,28 @@
-"""The gRPC transport: `Push` for control, and a stream of raw bytes for the frames on its own channel."""
+"""The links of a hand-off: `Push` for control; for the frames a gRPC stream of raw bytes, on a channel of its
+own, or the pair's bulk."""
 
 import asyncio
 import hmac
 from collections.abc import Iterable
-from typing import NoReturn
+from dataclasses import replace
+from typing import NoReturn, Protocol
 
 import grpc
 
-from kv_transfer.frame import Frame, decode, encode
+from kv_transfer.bulk import TransportFailed
+from kv_transfer.bulk_receiver import BulkInbox
+from kv_transfer.bulk_sender import BulkSender
+from kv_transfer.frame import HEADER_BYTES, Frame, decode, encode
 from kv_transfer.messages import (
     Drop,
     DropCause,
+    Grant,
     Open,
     ReceiverMessage,
     SenderMessage,
     TransferId,
 )
-from kv_transfer.transport import LinkBroken, PeerLost
+from kv_transfer.transport import Arrival, LinkBroken, PeerLost
 from kv_transfer.wire import (
     MalformedMessage,
     receiver_message_from_proto,
@@ -28,6 +34,9 @@ from protos import kv_pb2, kv_pb2_grpc
 
 FRAMES_SERVICE = "baton.v1.KvTransfer"
 FRAMES_METHOD = f"/{FRAMES_SERVICE}/Frames"
+
+# Up to here a longer message makes a stream faster.
+_LARGEST_MESSAGE_BYTES = (1 << 20) + HEADER_BYTES
 
 # The server must allow pings this often: grpc.http2.min_recv_ping_interval_without_data_ms.
 KEEPALIVE_S = 10
@@ -106,16 +115,90 @@ def read_frames_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[T
         raise MalformedMessage(f"the metadata of Frames: {error!r}") from error
 
 
-class GrpcSenderLink:
-    """A SenderLink over two calls, one on each channel. The frames' call begins with the first frame."""
+class FrameWriter(Protocol):
+    """How the frames of one hand-off leave.
 
-    def __init__(self, control: grpc.aio.Channel, bulk: grpc.aio.Channel, opening: Open) -> None:
-        self._push = kv_pb2_grpc.KvTransferStub(control).Push()
+    Attributes:
+        max_frame_bytes: of an encoded frame, header included.
+        bulk_token: of the bulk that they go by, or empty.
+    """
+
+    @property
+    def max_frame_bytes(self) -> int: ...
+
+    @property
+    def bulk_token(self) -> bytes: ...
+
+    async def write(self, frame: Frame) -> None:
+        """Ends when the frame's memory is read no more.
+
+        Raises:
+            TransportFailed: no frame gets through any more.
+        """
+        ...
+
+    async def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class StreamFrameWriter:
+    """Frames as raw messages of a call of their own, which begins with the first frame."""
+
+    max_frame_bytes = _LARGEST_MESSAGE_BYTES
+    bulk_token = b""
+
+    def __init__(self, bulk: grpc.aio.Channel, opening: Open) -> None:
         self._bulk = bulk
         self._metadata = frames_metadata(opening.transfer, opening.secret)
-        self._frames: grpc.aio.StreamUnaryCall | None = None
+        self._call: grpc.aio.StreamUnaryCall | None = None
+
+    async def write(self, frame: Frame) -> None:
+        if self._call is None:
+            self._call = self._bulk.stream_unary(FRAMES_METHOD)(metadata=self._metadata)
+        try:
+            await self._call.write(encode(frame))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise TransportFailed("the stream of frames broke") from error
+
+    async def finish(self) -> None:
+        if self._call is not None:
+            await self._call.done_writing()
+
+    def abort(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+
+class BulkFrameWriter:
+    """Frames by the pair's bulk."""
+
+    def __init__(self, bulk: BulkSender, transfer: TransferId) -> None:
+        self._bulk = bulk
+        self._transfer = transfer
+        self.max_frame_bytes = bulk.terms.slot_bytes + HEADER_BYTES
+        self.bulk_token = bulk.token
+
+    async def write(self, frame: Frame) -> None:
+        await self._bulk.write(self._transfer, frame)
+
+    async def finish(self) -> None:
+        self._bulk.finish(self._transfer)
+
+    def abort(self) -> None:
+        """What is announced goes to scrap at the receiver."""
+
+
+class GrpcSenderLink:
+    """A SenderLink over a `Push` call and whatever its frames leave by."""
+
+    def __init__(self, control: grpc.aio.Channel, frames: FrameWriter) -> None:
+        self._push = kv_pb2_grpc.KvTransferStub(control).Push()
+        self._frames = frames
 
     async def send(self, message: SenderMessage) -> None:
+        if isinstance(message, Open):
+            message = replace(message, bulk_token=self._frames.bulk_token)
         try:
             await self._push.write(sender_message_to_proto(message))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -129,45 +212,86 @@ class GrpcSenderLink:
         if not isinstance(message, kv_pb2.PushReply):
             await self._raise_end(self._push)
         try:
-            return receiver_message_from_proto(message)
+            return self._limited(receiver_message_from_proto(message))
         except MalformedMessage as error:
             raise LinkBroken(DropCause.PUSH_BROKEN, str(error)) from error
 
+    def _limited(self, message: ReceiverMessage) -> ReceiverMessage:
+        """A grant for frames that the way for them can carry."""
+        if not isinstance(message, Grant):
+            return message
+        return replace(message, max_frame_bytes=min(message.max_frame_bytes, self._frames.max_frame_bytes))
+
     async def write_frame(self, frame: Frame) -> None:
-        if self._frames is None:
-            self._frames = self._bulk.stream_unary(FRAMES_METHOD)(metadata=self._metadata)
         try:
-            await self._frames.write(encode(frame))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._raise_end_of_frames()
+            await self._frames.write(frame)
+        except TransportFailed as error:
+            await self._raise_end_of_frames(str(error))
 
     async def finish_frames(self) -> None:
-        if self._frames is not None:
-            await self._frames.done_writing()
+        await self._frames.finish()
 
     def abort(self) -> None:
         self._push.cancel()
-        if self._frames is not None:
-            self._frames.cancel()
+        self._frames.abort()
 
-    async def _raise_end_of_frames(self) -> NoReturn:
-        """The receiver ends both streams for one cause, which the control stream tells more surely."""
+    async def _raise_end_of_frames(self, detail: str) -> NoReturn:
+        """The receiver ends both ways for one cause, which the control stream tells more surely."""
         ended = asyncio.ensure_future(self._push.code())
         done, _ = await asyncio.wait({ended}, timeout=_CAUSE_LIMIT_S)
         if done:
             await self._raise_end(self._push)
         ended.cancel()
-        raise LinkBroken(DropCause.PUSH_BROKEN, "the stream of frames broke")
+        raise LinkBroken(DropCause.PUSH_BROKEN, detail)
 
     async def _raise_end(self, call: grpc.aio.Call) -> NoReturn:
         raise link_broken(await call.code(), await call.details())
 
 
+class StreamArrival:
+    """A frame whose bytes are the receiver's own: they were checked when it was decoded (an Arrival)."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+    def check(self) -> None:
+        """Nobody can have changed it since."""
+
+    def release(self) -> None:
+        """Its memory goes with it."""
+
+
+class FrameReader(Protocol):
+    """How the frames of one hand-off arrive."""
+
+    async def read(self) -> Arrival | None:
+        """The next, or None after the last one.
+
+        Raises:
+            DamagedFrame, TransportFailed: see there.
+        """
+        ...
+
+
+class StreamFrameReader:
+    """Frames as raw messages of a call of their own."""
+
+    def __init__(self, context: FramesContext) -> None:
+        self._context = context
+
+    async def read(self) -> StreamArrival | None:
+        try:
+            message = await self._context.read()
+        except grpc.aio.BaseError as error:
+            raise TransportFailed(f"the stream of frames broke: {error}") from error
+        return StreamArrival(decode(message)) if isinstance(message, bytes) else None
+
+
 class GrpcReceiverLink:
-    """A ReceiverLink over a `Push` call and the `Frames` call that joins it. See ReceiverLink.
+    """A ReceiverLink over a `Push` call and the way for frames that joins it. See ReceiverLink.
 
     Attributes:
-        ended: with what status both calls must end. Both servicer methods wait for it.
+        ended: with what status the call, and a `Frames` call, must end. Both servicer methods wait for it.
     """
 
     def __init__(self, push: PushContext) -> None:
@@ -175,7 +299,7 @@ class GrpcReceiverLink:
         self.broken: asyncio.Future[str] = loop.create_future()
         self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = loop.create_future()
         self._push = push
-        self._frames: asyncio.Future[FramesContext] = loop.create_future()
+        self._frames: asyncio.Future[FrameReader] = loop.create_future()
 
     async def send(self, message: ReceiverMessage) -> None:
         try:
@@ -192,13 +316,12 @@ class GrpcReceiverLink:
             raise LinkBroken(DropCause.PUSH_BROKEN, f"the control stream broke: {error}") from error
         raise LinkBroken(DropCause.PUSH_BROKEN, "the sender ended the control stream")
 
-    async def read_frame(self) -> Frame | None:
+    async def read_frame(self) -> Arrival | None:
         frames = await asyncio.shield(self._frames)
         try:
-            message = await frames.read()
-        except grpc.aio.BaseError as error:
-            raise LinkBroken(DropCause.PUSH_BROKEN, f"the stream of frames broke: {error}") from error
-        return decode(message) if isinstance(message, bytes) else None
+            return await frames.read()
+        except TransportFailed as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, str(error)) from error
 
     def end(self, drop: Drop | None) -> None:
         if drop is None or drop.cause is DropCause.ENDED_AT_FIRST_TOKEN:
@@ -215,12 +338,17 @@ class GrpcReceiverLink:
         if not self.broken.done():
             self.broken.set_result(detail)
 
-    def join(self, frames: FramesContext) -> bool:
-        """Takes the `Frames` call of this hand-off. False: there is one already."""
+    def join(self, frames: FrameReader) -> bool:
+        """Takes the way for the frames of this hand-off. False: there is one already."""
         if self._frames.done():
             return False
         self._frames.set_result(frames)
         return True
+
+    def join_bulk(self, inbox: BulkInbox) -> None:
+        """The frames come by the pair's bulk; its end is the link's."""
+        self.join(inbox)
+        inbox.broken.add_done_callback(lambda broken: self.break_off(broken.result()))
 
 
 def secrets_match(expected: bytes, given: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import TypeVar
 
 from engine.kv_layout import KVLayout
-from kv_transfer.frame import DamagedFrame, Frame, cut
+from kv_transfer.frame import DamagedFrame, cut
 from kv_transfer.messages import (
     Accepted,
     Close,
@@ -43,7 +43,7 @@ from kv_transfer.receiver import (
     SendGrant,
 )
 from kv_transfer.sink import HandoffDropped, HandoffSink
-from kv_transfer.transport import LinkBroken, ReceiverLink
+from kv_transfer.transport import Arrival, LinkBroken, ReceiverLink
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class HandoffInbound:
         self._layout = layout
         self._receiver = HandoffReceiver(layout, num_tokens, terms)
         self._outbox: asyncio.Queue[ReceiverMessage] = asyncio.Queue()
+        # By number: what the receiver has taken, until its scatter begins.
+        self._arrivals: dict[int, Arrival] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -105,7 +107,7 @@ class HandoffInbound:
                 case SendCredit(frames):
                     self._outbox.put_nowait(Credit(frames))
                 case ScatterFrame(frame):
-                    self._spawn(self._scatter(frame))
+                    self._spawn(self._scatter(self._arrivals.pop(frame.number)))
                 case AdmitSequence(first_tokens, kv_bytes):
                     self._spawn(self._admit(first_tokens, kv_bytes))
                 case SendAccepted(kv_bytes):
@@ -141,10 +143,20 @@ class HandoffInbound:
         outcome = await self._attempt(self._sink.reserve())
         self._feed(ReserveFailed(outcome) if isinstance(outcome, Drop) else BlocksReserved(outcome))
 
-    async def _scatter(self, frame: Frame) -> None:
-        outcome = await self._attempt(self._sink.scatter(cut(frame, self._layout)))
-        failed = isinstance(outcome, Drop)
-        self._feed(ScatterFailed(frame.number, outcome) if failed else ScatterDone(frame.number))
+    async def _scatter(self, arrival: Arrival) -> None:
+        number = arrival.frame.number
+        try:
+            outcome = await self._attempt(self._scatter_and_check(arrival))
+        finally:
+            arrival.release()
+        self._feed(ScatterFailed(number, outcome) if isinstance(outcome, Drop) else ScatterDone(number))
+
+    async def _scatter_and_check(self, arrival: Arrival) -> None:
+        await self._sink.scatter(cut(arrival.frame, self._layout))
+        try:
+            arrival.check()
+        except DamagedFrame as error:
+            raise HandoffDropped(Drop(DropCause.DAMAGED, str(error))) from error
 
     async def _admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         outcome = await self._attempt(self._sink.admit(first_tokens, kv_bytes))
@@ -178,13 +190,22 @@ class HandoffInbound:
 
     async def _read_frames(self) -> None:
         try:
-            while (frame := await self._link.read_frame()) is not None:
-                self._feed(FrameArrived(frame))
+            while (arrival := await self._link.read_frame()) is not None:
+                self._take(arrival)
             self._feed(FramesFinished())
         except DamagedFrame as error:
             self._feed(FrameDamaged(str(error)))
         except LinkBroken as broken:
             self._feed(LinkEnded(broken.detail))
+
+    def _take(self, arrival: Arrival) -> None:
+        """What the receiver takes is scattered, then released; what it refuses or ignores is released now."""
+        actions = self._receiver.handle(FrameArrived(arrival.frame))
+        if any(isinstance(action, ScatterFrame) for action in actions):
+            self._arrivals[arrival.frame.number] = arrival
+        else:
+            arrival.release()
+        self._act(actions)
 
     async def _write_control(self) -> None:
         """The sequence runs whether or not its Accepted arrives."""

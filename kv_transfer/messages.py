@@ -57,6 +57,7 @@ class Open:
     Attributes:
         receiver_epoch: the life of the receiver that the sender was told of.
         num_tokens: tokens whose K and V will come, at least one.
+        bulk_token: of the pair's bulk that the frames will come by; empty: by the stream `Frames`.
     """
 
     transfer: TransferId
@@ -65,6 +66,7 @@ class Open:
     sender_id: str
     sender_epoch: int
     num_tokens: int
+    bulk_token: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

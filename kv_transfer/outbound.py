@@ -166,7 +166,7 @@ class HandoffOutbound:
                 if self._peer_lost:
                     await self._peers.discard(receiver, peer)
                 else:
-                    await self._peers.release(peer)
+                    await self._peers.release(receiver, peer)
         except LinkBroken as broken:
             self._feed(LinkFailed(broken.cause, broken.detail))
         finally:
@@ -196,7 +196,9 @@ class HandoffOutbound:
         try:
             await work
         except LinkBroken as broken:
-            self._peer_lost = self._peer_lost or isinstance(broken, PeerLost)
+            # What damaged a frame may damage the next: it is built again too.
+            lost = isinstance(broken, PeerLost) or broken.cause is DropCause.DAMAGED
+            self._peer_lost = self._peer_lost or lost
             self._feed(LinkFailed(broken.cause, broken.detail))
         except asyncio.CancelledError:
             self._feed(LinkFailed(DropCause.PUSH_BROKEN, "the call was cancelled"))

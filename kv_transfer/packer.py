@@ -6,10 +6,8 @@ from math import ceil
 from engine.kv_layout import KVLayout
 from kv_transfer.frame import HEADER_BYTES, Frame
 
-# Layers are joined until a frame has JOINED_BYTES, and none is made longer than LARGEST_BYTES: between
-# them a gRPC stream is fastest.
+# Layers are joined until a frame has them.
 JOINED_BYTES = 256 << 10
-LARGEST_BYTES = 1 << 20
 
 
 class FrameLimitTooSmall(ValueError):
@@ -52,7 +50,7 @@ class FramePacker:
                 f"a token of one layer needs {max(self._token_bytes) + HEADER_BYTES} bytes, "
                 f"frames are limited to {max_frame_bytes}"
             )
-        self._payload_limit = min(room, max(LARGEST_BYTES, *self._token_bytes))
+        self._payload_limit = room
         self._pending: list[KVPiece] = []
         self._pending_bytes = 0
         self._num_frames = 0

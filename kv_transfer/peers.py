@@ -1,17 +1,34 @@
-"""The sender's connections: one control and one bulk channel for each life of a receiver."""
+"""The sender's connections: for each life of a receiver its channels, and the way for frames."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import grpc
 
 from engine.kv_layout import KVLayout
+from kv_transfer.bulk import BulkOffer, TransportFailed
+from kv_transfer.bulk_sender import BulkSender
 from kv_transfer.compatibility import PROTOCOL_VERSION, layout_to_proto
-from kv_transfer.grpc_transport import GrpcSenderLink, bulk_channel, control_channel, link_broken
+from kv_transfer.grpc_transport import (
+    BulkFrameWriter,
+    GrpcSenderLink,
+    StreamFrameWriter,
+    bulk_channel,
+    control_channel,
+    link_broken,
+)
 from kv_transfer.messages import DropCause, Open
-from kv_transfer.transport import LinkBroken
+from kv_transfer.transport import LinkBroken, PeerLost
+from kv_transfer.transport_choice import GRPC, Transports
 from protos import kv_pb2, kv_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# A way for frames that broke that often between two workers, without a hand-off in between, is left out.
+_MOST_FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +44,28 @@ class PeerAddress:
 
 
 class Peer:
-    """A receiver that passed the handshake. Its channels close when it is retired and its last user left."""
+    """A receiver that passed the handshake. All of it closes when it is retired and its last user left.
 
-    def __init__(self, control: grpc.aio.Channel, bulk: grpc.aio.Channel) -> None:
+    Attributes:
+        transport: the name of the way for frames.
+    """
+
+    def __init__(self, control: grpc.aio.Channel, frames: grpc.aio.Channel | BulkSender) -> None:
         self._control = control
-        self._bulk = bulk
+        self._frames = frames
         self._users = 0
         self.retired = False
+        self.transport = frames.transport if isinstance(frames, BulkSender) else GRPC
+
+    @property
+    def is_usable(self) -> bool:
+        is_broken = isinstance(self._frames, BulkSender) and self._frames.broken.done()
+        return not self.retired and not is_broken
 
     def link(self, opening: Open) -> GrpcSenderLink:
-        return GrpcSenderLink(self._control, self._bulk, opening)
+        if isinstance(self._frames, BulkSender):
+            return GrpcSenderLink(self._control, BulkFrameWriter(self._frames, opening.transfer))
+        return GrpcSenderLink(self._control, StreamFrameWriter(self._frames, opening))
 
     def join(self) -> None:
         self._users += 1
@@ -51,19 +80,28 @@ class Peer:
 
     async def _close_if_unused(self) -> None:
         if self.retired and self._users == 0:
+            await self._frames.close()
             await self._control.close()
-            await self._bulk.close()
 
 
 class PeerPool:
     """Connects to receivers, shakes hands with each once, and rebuilds a connection that broke."""
 
     def __init__(
-        self, layout: KVLayout, worker_id: str, epoch: int, *, handshake_limit_s: float = 10.0
+        self,
+        layout: KVLayout,
+        worker_id: str,
+        epoch: int,
+        *,
+        transports: Transports = Transports(),
+        handshake_limit_s: float = 10.0,
     ) -> None:
         self.layout = layout
         self.worker_id = worker_id
         self.epoch = epoch
+        self._transports = transports
+        self._failures: Counter[tuple[PeerAddress, str]] = Counter()
+        self._pair_epochs: Counter[PeerAddress] = Counter()
         self._handshake_limit_s = handshake_limit_s
         self._peers: dict[PeerAddress, asyncio.Task[Peer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,16 +120,18 @@ class PeerPool:
                 self._peers[address] = task
             # Shielded: others may wait for the same handshake.
             peer = await asyncio.shield(task)
-            if not peer.retired:
+            if peer.is_usable:
                 peer.join()
                 return peer
+            await self._fail(address, peer)
 
-    async def release(self, peer: Peer) -> None:
+    async def release(self, address: PeerAddress, peer: Peer) -> None:
+        del self._failures[address, peer.transport]
         await peer.leave()
 
     async def discard(self, address: PeerAddress, peer: Peer) -> None:
         """Gives a broken connection back; the next `acquire` builds another."""
-        await self._retire(address, peer)
+        await self._fail(address, peer)
         await peer.leave()
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
@@ -114,22 +154,72 @@ class PeerPool:
                 await peer.retire()
 
     async def _connect(self, address: PeerAddress) -> Peer:
-        control, bulk = control_channel(address.address), bulk_channel(address.address)
+        control = control_channel(address.address)
         try:
-            await self._shake_hands(address, control)
+            frames = await self._choose_frames(address, control)
         except BaseException:
             await control.close()
-            await bulk.close()
             raise
         await self._retire_other_lives(address)
-        return Peer(control, bulk)
+        peer = Peer(control, frames)
+        log.info("%s: frames go by %s", address.address, peer.transport)
+        return peer
 
-    async def _shake_hands(self, address: PeerAddress, control: grpc.aio.Channel) -> None:
+    async def _choose_frames(
+        self, address: PeerAddress, control: grpc.aio.Channel
+    ) -> grpc.aio.Channel | BulkSender:
+        offers = self._offers(address)
+        try:
+            name = await self._shake_hands(address, control, offers)
+            if name == GRPC:
+                return bulk_channel(address.address)
+            if name not in offers:
+                raise LinkBroken(DropCause.PUSH_BROKEN, f"the receiver chose {name}, which was not offered")
+            return await self._open_bulk(address, control, offers.pop(name))
+        finally:
+            for offer in offers.values():
+                offer.discard()
+
+    def _offers(self, address: PeerAddress) -> dict[str, BulkOffer]:
+        """By name, best first."""
+        offers: dict[str, BulkOffer] = {}
+        for transport in self._transports.bulk:
+            is_tried = self._transports.grpc and self._failures[address, transport.name] >= _MOST_FAILURES
+            offer = None if is_tried else transport.offer(self.layout)
+            if offer is not None:
+                offers[transport.name] = offer
+        return offers
+
+    async def _open_bulk(
+        self, address: PeerAddress, control: grpc.aio.Channel, offer: BulkOffer
+    ) -> BulkSender:
+        self._pair_epochs[address] += 1
+        opening = kv_pb2.BulkOpen(
+            transport=offer.proto,
+            sender_id=self.worker_id,
+            sender_epoch=self.epoch,
+            receiver_epoch=address.epoch,
+            pair_epoch=self._pair_epochs[address],
+        )
+        try:
+            return await BulkSender.open(control, offer, opening, self._handshake_limit_s)
+        except TransportFailed as error:
+            self._failures[address, offer.proto.name] += 1
+            raise PeerLost(DropCause.PUSH_BROKEN, str(error)) from error
+
+    async def _shake_hands(
+        self, address: PeerAddress, control: grpc.aio.Channel, offers: dict[str, BulkOffer]
+    ) -> str:
+        """Returns the name of the way for frames."""
         request = kv_pb2.HandshakeRequest(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
             epoch=self.epoch,
             layout=layout_to_proto(self.layout),
+            transports=[
+                *(offer.proto for offer in offers.values()),
+                *(kv_pb2.TransportOffer(name=name) for name in self._transports.grpc),
+            ],
         )
         try:
             reply = await kv_pb2_grpc.KvTransferStub(control).Handshake(
@@ -142,6 +232,7 @@ class PeerPool:
                 DropCause.PUSH_BROKEN,
                 f"epoch: {address.address} is {reply.epoch}, not {address.epoch}: another life answers there",
             )
+        return reply.transport or GRPC
 
     def _forget_failed(self, address: PeerAddress, task: asyncio.Task[Peer]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._peers.get(address) is task:
@@ -151,6 +242,11 @@ class PeerPool:
         for other, task in [*self._peers.items()]:
             if other.address == address.address and other != address and task.done():
                 await self._retire(other, task.result())
+
+    async def _fail(self, address: PeerAddress, peer: Peer) -> None:
+        if not peer.retired:
+            self._failures[address, peer.transport] += 1
+        await self._retire(address, peer)
 
     async def _retire(self, address: PeerAddress, peer: Peer) -> None:
         task = self._peers.get(address)

@@ -23,7 +23,7 @@ class ReserveFailed:
 
 @dataclass(frozen=True, slots=True)
 class FrameArrived:
-    """Its checksum matched."""
+    """Its checksum matched, or will be taken by who scatters it."""
 
     frame: Frame
 

@@ -1,17 +1,21 @@
-"""The receiver's gRPC service: Handshake, Push and Frames."""
+"""The receiver's gRPC service: Handshake, Push, and Frames or Bulk."""
 
 import asyncio
 import logging
+import secrets
 
 import grpc
 
 from engine.kv_layout import KVLayout
+from kv_transfer.bulk import BulkAcceptance, SlotTerms, TransportFailed
+from kv_transfer.bulk_receiver import BulkContext, BulkInbox, BulkReceiver
 from kv_transfer.compatibility import IncompatiblePeers, check_compatible, layout_from_proto
 from kv_transfer.grpc_transport import (
     FRAMES_SERVICE,
     FramesContext,
     GrpcReceiverLink,
     PushContext,
+    StreamFrameReader,
     read_frames_metadata,
     secrets_match,
 )
@@ -28,6 +32,7 @@ from kv_transfer.sink import (
     WrongSecret,
 )
 from kv_transfer.transport import LinkBroken
+from kv_transfer.transport_choice import GRPC, NoCommonTransport, Transports
 from kv_transfer.wire import MalformedMessage
 from protos import kv_pb2, kv_pb2_grpc
 
@@ -48,17 +53,29 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
     Args:
         layout: of the engine behind the door.
         terms: of every grant; a frame that is being received and one that is being scattered both count.
+        transports: the ways for frames that senders may go.
     """
 
     def __init__(
-        self, door: HandoffDoor, layout: KVLayout, terms: Grant, *, worker_id: str, epoch: int
+        self,
+        door: HandoffDoor,
+        layout: KVLayout,
+        terms: Grant,
+        *,
+        worker_id: str,
+        epoch: int,
+        transports: Transports = Transports(),
     ) -> None:
         self._door = door
         self._layout = layout
         self._terms = terms
         self._worker_id = worker_id
         self._epoch = epoch
+        self._transports = transports
         self._live: dict[TransferId, tuple[Open, GrpcReceiverLink]] = {}
+        # By token.
+        self._bulks: dict[bytes, BulkReceiver] = {}
+        self._running_bulks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -70,11 +87,12 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         )
 
     async def close(self) -> None:
-        """Ends every hand-off and returns when each is admitted or released."""
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends every hand-off and returns when each is admitted or released. Then it ends every bulk."""
+        for tasks in (self._tasks, self._running_bulks):
+            ending = [*tasks]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
 
     async def Handshake(
         self,
@@ -83,10 +101,55 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
     ) -> kv_pb2.HandshakeReply:
         try:
             check_compatible(self._layout, layout_from_proto(request.layout), request.protocol_version)
-        except IncompatiblePeers as error:
+            transport = self._transports.choose(request.transports or [kv_pb2.TransportOffer(name=GRPC)])
+        except (IncompatiblePeers, NoCommonTransport) as error:
             log.warning("refused %s: %s", request.worker_id, error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return kv_pb2.HandshakeReply(worker_id=self._worker_id, epoch=self._epoch)
+        log.info("%s: its frames come by %s", request.worker_id, transport)
+        return kv_pb2.HandshakeReply(worker_id=self._worker_id, epoch=self._epoch, transport=transport)
+
+    async def Bulk(self, request_iterator: object, context: BulkContext) -> None:
+        try:
+            accepted = await self._accept_bulk(context)
+            token = secrets.token_bytes(16)
+            accepted.ready.token = token
+            await context.write(kv_pb2.BulkReply(ready=accepted.ready))
+            terms = SlotTerms(accepted.ready.num_slots, accepted.ready.slot_bytes)
+            await self._run_bulk(token, BulkReceiver(await accepted.connect(), terms), context)
+        except TransportFailed as error:
+            log.warning("a pair broke: %s", error)
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+
+    async def _run_bulk(self, token: bytes, bulk: BulkReceiver, context: BulkContext) -> None:
+        """
+        Raises:
+            TransportFailed: see BulkReceiver, or this worker closes.
+        """
+        running = asyncio.create_task(bulk.run(context))
+        self._bulks[token] = bulk
+        self._running_bulks.add(running)
+        try:
+            await asyncio.wait({running})
+        finally:
+            running.cancel()
+            del self._bulks[token]
+            self._running_bulks.discard(running)
+        if running.cancelled():
+            raise TransportFailed("the receiver stops")
+        running.result()
+
+    async def _accept_bulk(self, context: BulkContext) -> BulkAcceptance:
+        """
+        Raises:
+            TransportFailed: see BulkTransport.
+        """
+        message = await context.read()
+        if not isinstance(message, kv_pb2.BulkMessage) or message.open.receiver_epoch != self._epoch:
+            raise TransportFailed("the stream Bulk is meant for another life of this worker")
+        transport = self._transports.named(message.open.transport.name)
+        if transport is None:
+            raise TransportFailed(f"{message.open.transport.name} is not among {self._transports.names}")
+        return await transport.accept(message.open)
 
     async def Push(self, request_iterator: object, context: PushContext) -> None:
         link = GrpcReceiverLink(context)
@@ -113,8 +176,8 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         opening, link = live
         if not secrets_match(opening.secret, secret):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"wrong secret for {transfer}")
-        if not link.join(context):
-            await context.abort(grpc.StatusCode.ABORTED, f"{transfer} has its frames' stream already")
+        if not link.join(StreamFrameReader(context)):
+            await context.abort(grpc.StatusCode.ABORTED, f"{transfer} has a way for its frames already")
         try:
             code, detail = await asyncio.shield(link.ended)
         except asyncio.CancelledError:
@@ -128,11 +191,14 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         try:
             opening = await self._read_open(link)
             sink = await self._let_in(opening, link)
+            inbox = self._join_bulk(opening, link)
             self._live[opening.transfer] = (opening, link)
             try:
                 await HandoffInbound(link, sink, self._layout, opening.num_tokens, self._terms).run()
             finally:
                 del self._live[opening.transfer]
+                if inbox is not None:
+                    inbox.close()
         except LinkBroken as broken:
             link.end(Drop(broken.cause, broken.detail))
         except HandoffRefused as refusal:
@@ -140,6 +206,18 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         except Exception as error:
             log.exception("a Push failed at its receiver")
             link.end(Drop(DropCause.INTERNAL, repr(error)))
+
+    def _join_bulk(self, opening: Open, link: GrpcReceiverLink) -> BulkInbox | None:
+        """None: the frames come by a stream `Frames`, or the pair is broken and so is the link."""
+        if not opening.bulk_token:
+            return None
+        bulk = self._bulks.get(opening.bulk_token)
+        if bulk is None:
+            link.break_off("the pair is broken")
+            return None
+        inbox = bulk.attach(opening.transfer)
+        link.join_bulk(inbox)
+        return inbox
 
     async def _read_open(self, link: GrpcReceiverLink) -> Open:
         message = await link.receive()

@@ -56,6 +56,29 @@ class SenderLink(Protocol):
         ...
 
 
+class Arrival(Protocol):
+    """A frame at its receiver, and the memory that it lies in.
+
+    Attributes:
+        frame: its one part is a view of that memory.
+    """
+
+    @property
+    def frame(self) -> Frame: ...
+
+    def check(self) -> None:
+        """Called after the payload was scattered: were the bytes right all the while?
+
+        Raises:
+            DamagedFrame: they are not what was sent.
+        """
+        ...
+
+    def release(self) -> None:
+        """Nothing reads the frame any more; its memory goes back. Called once."""
+        ...
+
+
 class ReceiverLink(Protocol):
     """One hand-off as its receiver sees the transport.
 
@@ -81,7 +104,7 @@ class ReceiverLink(Protocol):
         """
         ...
 
-    async def read_frame(self) -> Frame | None:
+    async def read_frame(self) -> Arrival | None:
         """The next frame, or None after the last one.
 
         Raises:

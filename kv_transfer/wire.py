@@ -39,6 +39,7 @@ def sender_message_to_proto(message: SenderMessage) -> kv_pb2.PushMessage:
                     sender_id=message.sender_id,
                     sender_epoch=message.sender_epoch,
                     num_tokens=message.num_tokens,
+                    bulk_token=message.bulk_token,
                 )
             )
         case Commit(num_frames, first_tokens):
@@ -74,6 +75,7 @@ def _open_from_proto(opening: kv_pb2.Open) -> Open:
         sender_id=opening.sender_id,
         sender_epoch=opening.sender_epoch,
         num_tokens=opening.num_tokens,
+        bulk_token=opening.bulk_token,
     )
 
 

@@ -8,17 +8,21 @@ import grpc
 import pytest
 
 from engine.kv_layout import KVLayout
+from kv_transfer.bulk import SlotTerms
 from kv_transfer.messages import Accepted, Drop, Grant, TransferId
 from kv_transfer.outbound import HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.sender import Closed
 from kv_transfer.servicer import KvTransferService
+from kv_transfer.transport_choice import TransportName, Transports, transports_for
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.sinks import MemoryDoor, MemorySink
 
 SESSION = "a-session"
 EPOCH = 2**63 + 11
+# Of a bulk of any kind: fewer than sixteen hand-offs have credits for, and no larger than one needs.
+SLOTS = SlotTerms(6, 1 << 20)
 
 
 @dataclass(slots=True)
@@ -36,11 +40,22 @@ class Receiver:
 
     @classmethod
     async def start(
-        cls, layout: KVLayout, *, epoch: int = EPOCH, terms: Grant | None = None, port: int = 0
+        cls,
+        layout: KVLayout,
+        transports: Transports = Transports(),
+        *,
+        epoch: int = EPOCH,
+        terms: Grant | None = None,
+        port: int = 0,
     ) -> "Receiver":
         door = MemoryDoor(epoch)
         service = KvTransferService(
-            door, layout, terms or Grant(4, 1 << 20), worker_id="decode-1", epoch=epoch
+            door,
+            layout,
+            terms or Grant(4, 1 << 20),
+            worker_id="decode-1",
+            epoch=epoch,
+            transports=transports,
         )
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service.add_to(server)
@@ -106,15 +121,26 @@ class Wire:
         return outcome
 
 
+@pytest.fixture(params=["grpc", "shm"])
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    """The way for frames; every test of hand-offs runs over each."""
+    return request.param
+
+
+@pytest.fixture
+def transports(transport: TransportName) -> Transports:
+    return transports_for(transport, SLOTS)
+
+
 @pytest.fixture
 def prompt() -> Prompt:
     return Prompt.random(make_layout(), 40)
 
 
 @pytest.fixture
-async def receiver(prompt: Prompt) -> AsyncIterator[Receiver]:
+async def receiver(prompt: Prompt, transports: Transports) -> AsyncIterator[Receiver]:
     """Frames of a few rows, so that the prompt needs many."""
-    receiver = await Receiver.start(prompt.layout, terms=Grant(4, 700))
+    receiver = await Receiver.start(prompt.layout, transports, terms=Grant(4, 700))
     yield receiver
     await receiver.stop()
 
@@ -128,8 +154,8 @@ async def proxy(receiver: Receiver) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-async def peers(prompt: Prompt) -> AsyncIterator[PeerPool]:
-    peers = PeerPool(prompt.layout, "prefill-1", epoch=5)
+async def peers(prompt: Prompt, transports: Transports) -> AsyncIterator[PeerPool]:
+    peers = PeerPool(prompt.layout, "prefill-1", epoch=5, transports=transports)
     yield peers
     await peers.close()
 

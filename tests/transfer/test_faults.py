@@ -13,8 +13,10 @@ from kv_transfer.messages import Accepted, Drop, DropCause, TransferId
 from kv_transfer.outbound import HandoffEnded, HandoffOutbound
 from kv_transfer.peers import PeerPool
 from kv_transfer.sender import Closed
+from kv_transfer.transport_choice import Transports
 from protos import kv_pb2, kv_pb2_grpc
 from tests.transfer.conftest import EPOCH, SESSION, Receiver, Wire
+from tests.transfer.damage import damage_frames
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.sinks import MemorySink
@@ -27,7 +29,7 @@ class Scene:
     wire: Wire
     sink: MemorySink
     outbound: HandoffOutbound
-    opening: asyncio.Task[None]
+    opening: asyncio.Task[int]
 
 
 async def blocks_asked(scene: Scene) -> None:
@@ -176,7 +178,7 @@ async def test_after_a_complete_commit_the_sequence_runs(wire: Wire, proxy: Prox
 
 async def test_a_flipped_bit_is_found_and_told_to_both_sides(wire: Wire, proxy: Proxy) -> None:
     """Conformance 18."""
-    proxy.alter["Frames"] = lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1])
+    damage_frames(proxy)
     scene = await reach(wire, granted)
     wire.offer_all(scene.outbound)
     sent, received = await end_of(scene)
@@ -279,12 +281,15 @@ async def test_a_far_protocol_version_is_refused_with_both_values(wire: Wire) ->
             )
 
 
-async def test_the_next_protocol_version_is_let_in(wire: Wire) -> None:
+async def test_the_next_protocol_version_is_let_in(wire: Wire, transports: Transports) -> None:
     """Conformance 19: protocol N talks to N-1."""
     async with grpc.aio.insecure_channel(wire.address) as channel:
         reply = await kv_pb2_grpc.KvTransferStub(channel).Handshake(
             kv_pb2.HandshakeRequest(
-                protocol_version=PROTOCOL_VERSION + 1, layout=layout_to_proto(wire.prompt.layout)
+                protocol_version=PROTOCOL_VERSION + 1,
+                layout=layout_to_proto(wire.prompt.layout),
+                transports=[offer.proto for t in transports.bulk if (offer := t.offer(wire.prompt.layout))]
+                or [kv_pb2.TransportOffer(name="grpc")],
             )
         )
     assert reply.epoch == EPOCH

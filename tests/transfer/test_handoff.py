@@ -1,15 +1,16 @@
-"""Hand-offs over real gRPC on loopback."""
+"""Hand-offs between two ends on loopback, over every way for frames."""
 
 import asyncio
 
 import pytest
 
-from kv_transfer.frame import decode, reseal
 from kv_transfer.messages import Accepted, CloseReason, Drop, DropCause
 from kv_transfer.outbound import HandoffEnded
 from kv_transfer.peers import PeerPool
 from kv_transfer.sender import Closed
+from kv_transfer.transport_choice import Transports
 from tests.transfer.conftest import SESSION, Receiver, Wire
+from tests.transfer.damage import forge_frames
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 
@@ -26,10 +27,10 @@ async def test_the_kv_arrives_as_it_was(wire: Wire, chunk_tokens: int) -> None:
     assert wire.prompt.equals(sink.kv)
 
 
-async def test_layers_of_megabytes_arrive_split_by_tokens() -> None:
+async def test_layers_of_megabytes_arrive_split_by_tokens(transports: Transports) -> None:
     prompt = Prompt.random(make_layout(num_layers=2, num_heads=4, head_dim=64), 1500)
-    receiver = await Receiver.start(prompt.layout)
-    peers = PeerPool(prompt.layout, "prefill-1", epoch=5)
+    receiver = await Receiver.start(prompt.layout, transports)
+    peers = PeerPool(prompt.layout, "prefill-1", epoch=5, transports=transports)
     wire = Wire(prompt, receiver, peers, receiver.address)
     sink, outbound = await wire.submit(), wire.outbound()
     await outbound.open()
@@ -110,29 +111,23 @@ async def test_a_hand_off_that_ends_at_its_first_token_says_so(wire: Wire) -> No
 
 async def test_an_altered_and_resealed_frame_is_believed(wire: Wire, proxy: Proxy) -> None:
     """What comes over the wire is what the receiver's pages hold: no other way leads there."""
-
-    def alter(sealed: bytes) -> bytes:
-        if decode(sealed).number != 0:
-            return sealed
-        return reseal(sealed[:-1] + bytes([sealed[-1] ^ 1]))
-
-    proxy.alter["Frames"] = alter
+    forge_frames(proxy)
     sink = await wire.submit()
     assert await wire.hand_off() == Accepted(wire.prompt.kv_bytes)
     assert not wire.prompt.equals(sink.kv)
 
 
 async def test_a_receiver_comes_back_on_its_address_under_another_epoch(
-    prompt: Prompt, peers: PeerPool
+    prompt: Prompt, peers: PeerPool, transports: Transports
 ) -> None:
     """Conformance 15: one pool serves both lives, and the old epoch is refused."""
-    first = await Receiver.start(prompt.layout, epoch=1)
+    first = await Receiver.start(prompt.layout, transports, epoch=1)
     wire = Wire(prompt, first, peers, first.address)
     await wire.submit()
     assert isinstance(await wire.hand_off(epoch=1), Accepted)
     await first.stop()
 
-    second = await Receiver.start(prompt.layout, epoch=2, port=first.port)
+    second = await Receiver.start(prompt.layout, transports, epoch=2, port=first.port)
     wire = Wire(prompt, second, peers, second.address)
     await wire.submit()
     assert isinstance(await wire.hand_off(epoch=2), Accepted)
@@ -141,9 +136,11 @@ async def test_a_receiver_comes_back_on_its_address_under_another_epoch(
     await second.stop()
 
 
-async def test_a_connection_that_broke_is_rebuilt(prompt: Prompt, peers: PeerPool) -> None:
+async def test_a_connection_that_broke_is_rebuilt(
+    prompt: Prompt, peers: PeerPool, transports: Transports
+) -> None:
     """Conformance 17: a hand-off finds its connection dead; the next one works."""
-    receiver = await Receiver.start(prompt.layout)
+    receiver = await Receiver.start(prompt.layout, transports)
     outbound = Wire(prompt, receiver, peers, receiver.address).outbound()
     opening = asyncio.create_task(outbound.open())
     await receiver.door.waiting.wait()
@@ -152,7 +149,7 @@ async def test_a_connection_that_broke_is_rebuilt(prompt: Prompt, peers: PeerPoo
         await opening
     await outbound.released
 
-    again = await Receiver.start(prompt.layout, port=receiver.port)
+    again = await Receiver.start(prompt.layout, transports, port=receiver.port)
     wire = Wire(prompt, again, peers, again.address)
     await wire.submit()
     assert isinstance(await wire.hand_off(), Accepted)

@@ -1,0 +1,78 @@
+"""Which way the frames of a pair go: the first of the sender's that the receiver can go too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_transfer.bulk import BulkTransport, SlotTerms
+from kv_transfer.shared_memory import SharedMemoryTransport
+from protos import kv_pb2
+
+TransportName = Literal["auto", "shm", "nccl", "gloo", "grpc"]
+
+GRPC = "grpc"
+
+
+class NoCommonTransport(Exception):
+    """Names what each end has, and why what both have does not work between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transports:
+    """The ways for frames that a worker may use.
+
+    Attributes:
+        bulk: best first.
+        grpc: () if it may not be used; it is the last choice, and always possible.
+    """
+
+    bulk: tuple[BulkTransport, ...] = ()
+    grpc: tuple[Literal["grpc"], ...] = (GRPC,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(transport.name for transport in self.bulk), *self.grpc)
+
+    def named(self, name: str) -> BulkTransport | None:
+        return next((transport for transport in self.bulk if transport.name == name), None)
+
+    def choose(self, offers: Sequence[kv_pb2.TransportOffer]) -> str:
+        """For the receiver.
+
+        Raises:
+            NoCommonTransport: see there.
+        """
+        reasons: list[str] = []
+        for offer in offers:
+            if offer.name in self.grpc:
+                return offer.name
+            transport = self.named(offer.name)
+            reason = transport.refusal(offer) if transport is not None else None
+            if transport is not None and reason is None:
+                return offer.name
+            if reason is not None:
+                reasons.append(f"{offer.name}: {reason}")
+        theirs = ", ".join(offer.name for offer in offers) or "none"
+        raise NoCommonTransport(
+            "; ".join((f"kv_transport: {', '.join(self.names)} here, {theirs} there", *reasons))
+        )
+
+
+def transports_for(choice: TransportName, terms: SlotTerms) -> Transports:
+    """
+    Args:
+        choice: "auto": shm between processes of one machine, else grpc. Another name forces that one.
+        terms: of the bulks that are offered.
+
+    Raises:
+        ValueError: this worker cannot do what is forced.
+    """
+    match choice:
+        case "auto":
+            return Transports((SharedMemoryTransport(terms),))
+        case "shm":
+            return Transports((SharedMemoryTransport(terms),), ())
+        case "grpc":
+            return Transports()
+        case _:
+            raise ValueError(f"kv_transport: {choice} is not available here")
