@@ -163,7 +163,6 @@ class GrammarMatcher:
 
 def keep_allowed(logits: Tensor, rows: list[int], allowed: list[np.ndarray]) -> None:
     """Drops from these rows of `logits` [num_rows, vocab] what is not `allowed`, in place."""
-    words = torch.from_numpy(np.stack(allowed)).to(logits.device)
-    bits = (words[:, :, None] >> torch.arange(_WORD_BITS, device=logits.device, dtype=torch.int32)) & 1
-    dropped = bits.flatten(1)[:, : logits.shape[-1]] == 0
+    flags = np.unpackbits(np.stack(allowed).view(np.uint8), axis=1, bitorder="little")
+    dropped = torch.from_numpy(flags[:, : logits.shape[-1]] == 0).to(logits.device)
     logits[rows] = logits[rows].masked_fill(dropped, -torch.inf)
