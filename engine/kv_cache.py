@@ -97,7 +97,11 @@ class KVCache:
                 f"{tensor.name} of layer {layer}: {tuple(data.shape)} {data.dtype} where "
                 f"{shape} {tensor.torch_dtype} belongs"
             )
-        _copy_rows(self._pages[layer][index], self.rows(slots, tensor.num_heads), data)
+        pages, rows = self._pages[layer][index], self.rows(slots, tensor.num_heads)
+        if self.device.type == "cpu":
+            _copy_rows_on_cpu(pages, rows, data)
+        else:
+            _copy_rows(pages, rows, data)
 
     def gather(self, layer: int, index: int, slots: Tensor) -> Tensor:
         """A copy of what `scatter` stores: [num_slots, num_heads, head_dim] at `slots` int64."""
@@ -119,3 +123,10 @@ def _copy_rows(pages: Tensor, rows: Tensor, data: Tensor) -> None:
         pages, data = pages.view(torch.int8), data.view(torch.int8)
     head_dim = data.shape[-1]
     pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
+
+
+def _copy_rows_on_cpu(pages: Tensor, rows: Tensor, data: Tensor) -> None:
+    """The same as `_copy_rows`, for many rows: numpy moves each as one item, at the rate of a plain copy."""
+    row = np.dtype((np.void, data.shape[-1] * data.itemsize))
+    target = pages.view(torch.uint8).numpy().reshape(-1).view(row)
+    target[rows.numpy()] = data.contiguous().view(torch.uint8).numpy().reshape(-1).view(row)
