@@ -165,4 +165,5 @@ def keep_allowed(logits: Tensor, rows: list[int], allowed: list[np.ndarray]) -> 
     """Drops from these rows of `logits` [num_rows, vocab] what is not `allowed`, in place."""
     flags = np.unpackbits(np.stack(allowed).view(np.uint8), axis=1, bitorder="little")
     dropped = torch.from_numpy(flags[:, : logits.shape[-1]] == 0).to(logits.device)
-    logits[rows] = logits[rows].masked_fill(dropped, -torch.inf)
+    for row, of_row in zip(rows, dropped, strict=True):
+        logits[row].masked_fill_(of_row, -torch.inf)
