@@ -41,4 +41,10 @@ class EngineConfig(BaseModel):
         ge=1,
         description="Token budget of a step: one for each running sequence, then prompt chunks.",
     )
+    local_prefill_step_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="Of the budget, for prompt chunks in a step in which streams decode: it bounds what a "
+        "prompt adds to the time between their tokens.",
+    )
     max_running: int = Field(default=128, ge=1, description="Sequences that hold blocks at the same time.")

@@ -36,6 +36,7 @@ class EngineLimits(NamedTuple):
     max_model_len: int
     step_tokens: int
     max_running: int
+    local_prefill_step_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Engine:
             block_size=self.layout.block_size,
             step_tokens=limits.step_tokens,
             max_running=limits.max_running,
+            local_prefill_step_tokens=limits.local_prefill_step_tokens,
         )
         # The samples of each request that have no end yet.
         self._sequences: dict[SequenceId, list[Sequence]] = {}

@@ -45,7 +45,7 @@ def load_engine(config: EngineConfig, listener: KVListener | None = None) -> Eng
         model,
         KVCache(layout, num_blocks, device),
         model_config.eos_token_ids,
-        EngineLimits(max_model_len, config.step_tokens, config.max_running),
+        EngineLimits(max_model_len, config.step_tokens, config.max_running, config.local_prefill_step_tokens),
         listener,
     )
 

@@ -39,7 +39,20 @@ class Scheduler:
     up their blocks before all others, and none overtakes the next: a large one is not starved.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        step_tokens: int,
+        max_running: int,
+        local_prefill_step_tokens: int,
+    ) -> None:
+        """
+        Args:
+            step_tokens: the budget of a step.
+            local_prefill_step_tokens: of it, for prompts in a step in which streams decode.
+        """
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -47,6 +60,7 @@ class Scheduler:
         self._pool = pool
         self._block_size = block_size
         self._step_tokens = step_tokens
+        self._local_prefill_step_tokens = local_prefill_step_tokens
         self._max_running = max_running
         self._waiting: list[Sequence] = []
         # All that hold blocks.
@@ -183,7 +197,7 @@ class Scheduler:
         singles = self._single_tokens()
         prompts = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
         prompts.sort(key=lambda s: -response_ratio(now - s.queued, s.num_uncomputed / self._prefill_rate))
-        budget = self._step_tokens - len(singles)
+        budget = self._prompt_budget(singles)
         chunks = []
         for sequence in prompts:
             num_tokens = min(budget, sequence.num_uncomputed)
@@ -192,6 +206,13 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + num_tokens))
             budget -= num_tokens
         return singles + [c for c in chunks if c.num_tokens == 1] + [c for c in chunks if c.num_tokens > 1]
+
+    def _prompt_budget(self, singles: list[Chunk]) -> int:
+        """Streams wait for the prompts of their step: there are few tokens of these."""
+        budget = self._step_tokens - len(singles)
+        if any(chunk.sequence.num_generated > 0 for chunk in singles):
+            return min(budget, self._local_prefill_step_tokens)
+        return budget
 
     def _single_tokens(self) -> list[Chunk]:
         """Oldest first: whoever gives way to an older one is not in the step yet."""

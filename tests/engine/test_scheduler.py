@@ -23,9 +23,18 @@ def sequence(name: str, prompt: int, output: int = 1, age: float = 0, **fields) 
     return Sequence.of(request, now=0.0)
 
 
-def scheduler(num_blocks: int = 100, step_tokens: int = 16, max_running: int = 100) -> Scheduler:
+def scheduler(
+    num_blocks: int = 100,
+    step_tokens: int = 16,
+    max_running: int = 100,
+    local_prefill_step_tokens: int = 1000,
+) -> Scheduler:
     return Scheduler(
-        BlockPool(num_blocks), block_size=BLOCK_SIZE, step_tokens=step_tokens, max_running=max_running
+        BlockPool(num_blocks),
+        block_size=BLOCK_SIZE,
+        step_tokens=step_tokens,
+        max_running=max_running,
+        local_prefill_step_tokens=local_prefill_step_tokens,
     )
 
 
@@ -48,6 +57,18 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget():
     assert take_step(s) == [("a", 16, 32)]
     assert take_step(s) == [("a", 32, 40)]
     assert take_step(s) == [("a", 40, 41)]
+
+
+def test_prompts_beside_streams_have_a_budget_of_their_own():
+    s = scheduler(step_tokens=16, local_prefill_step_tokens=6)
+    s.add(sequence("stream", prompt=1, output=4))
+    s.add(sequence("prompt", prompt=60, age=1))
+    s.admit()
+    # The stream's first token is its prompt's.
+    assert take_step(s) == [("stream", 0, 1), ("prompt", 0, 15)]
+    assert take_step(s) == [("stream", 1, 2), ("prompt", 15, 21)]
+    s.remove(next(c.sequence for c in s.next_chunks(now=0.0) if c.sequence.sequence_id == "stream"))
+    assert take_step(s) == [("prompt", 21, 37)]
 
 
 def test_running_sequences_take_part_in_every_step_before_prompts():
@@ -288,7 +309,9 @@ class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12)
-        self.scheduler = Scheduler(self.pool, block_size=BLOCK_SIZE, step_tokens=7, max_running=6)
+        self.scheduler = Scheduler(
+            self.pool, block_size=BLOCK_SIZE, step_tokens=7, max_running=6, local_prefill_step_tokens=5
+        )
         self.live: list[Sequence] = []
         self.count = 0
 
