@@ -1,10 +1,8 @@
-"""A worker: an engine, the sessions of its routers, and what its role adds."""
+"""A worker: an engine, the sessions of its routers, and both ends of hand-offs."""
 
 import asyncio
 import logging
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import grpc
@@ -13,18 +11,24 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
-from engine.batch import KVListener
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
 from engine.loading import load_engine
 from kv_transfer.compatibility import layout_to_proto
+from kv_transfer.messages import Grant
+from kv_transfer.peers import PeerPool
+from kv_transfer.servicer import KvTransferService
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
+from worker.decode_leg import DecodeDoor, DecodeLeg
 from worker.engine_thread import EngineReport, EngineThread
 from worker.grammars import RequestGrammars
-from worker.leg import Assignment, LegFactory, LegTable
+from worker.grant_window import GrantWindow
+from worker.kv_export import KVExport
+from worker.leg import Assignment, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
+from worker.prefill_leg import PrefillLeg
 from worker.session_service import SessionService
 from worker.submission import engine_request
 
@@ -34,8 +38,10 @@ log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
 
 
-class WorkerServer(ABC):
+class WorkerServer:
     """Starts with `start`; ends with `drain` (optional) and `stop`.
+
+    A role is what the routers prefer it for: any worker prefills, hands off, takes hand-offs and decodes.
 
     Attributes:
         address: host:port of the gRPC server.
@@ -53,6 +59,9 @@ class WorkerServer(ABC):
         self.address = ""
         self.metrics_address = ""
         self.legs = LegTable()
+        self._export = KVExport(asyncio.get_running_loop())
+        # Two steps' worth: one that runs, and one that is ready when it ends.
+        self._window = GrantWindow(2 * config.step_tokens, lambda: self.monitor.prefill_rate)
         self.engine = EngineThread(self._build_engine, self._on_report)
 
     @classmethod
@@ -68,7 +77,7 @@ class WorkerServer(ABC):
         return worker
 
     def _build_engine(self) -> Engine:
-        return load_engine(self.config, self._listener())
+        return load_engine(self.config, self._export)
 
     async def _start(self) -> None:
         engine = await self.engine.start()
@@ -87,7 +96,8 @@ class WorkerServer(ABC):
             max_model_len=engine.limits.max_model_len,
             num_blocks=engine.load().num_blocks,
         )
-        factories = {"local": self._local_leg, **self._leg_factories()}
+        self._peers = PeerPool(self.layout, self.worker_id, self.epoch)
+        factories = {"local": self._local_leg, "prefill": self._prefill_leg, "decode": self._decode_leg}
         self.service = SessionService(self.description, self.engine, self.legs, factories, self._load_report)
         try:
             await self._listen()
@@ -107,7 +117,8 @@ class WorkerServer(ABC):
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, server)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self._add_services(server)
+        self._transfers = self._transfer_service()
+        self._transfers.add_to(server)
         names = (
             worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
             kv_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name,
@@ -129,20 +140,21 @@ class WorkerServer(ABC):
         self._watch = asyncio.create_task(self._watch_engine())
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
-    def _listener(self) -> KVListener | None:
-        """Who is told of KV while the model computes it."""
-        return None
-
-    @abstractmethod
-    def _leg_factories(self) -> Mapping[str, LegFactory]:
-        """What this role does for a Submit, beside LocalLeg, by the name of its leg."""
-
-    @abstractmethod
-    def _add_services(self, server: grpc.aio.Server) -> None:
-        """gRPC services beside Worker and Health."""
+    def _transfer_service(self) -> KvTransferService:
+        door = DecodeDoor(self.epoch, self.service.sessions, self.legs)
+        terms = Grant(self.config.frame_credits, self.config.max_frame_bytes)
+        return KvTransferService(door, self.layout, terms, worker_id=self.worker_id, epoch=self.epoch)
 
     def _local_leg(self, assignment: Assignment) -> LocalLeg:
         return LocalLeg(assignment, engine_request(assignment), self.engine, self.grammars)
+
+    def _prefill_leg(self, assignment: Assignment) -> PrefillLeg:
+        return PrefillLeg(
+            assignment, self.engine, self._peers, self._window, self._export, self.monitor, self.grammars
+        )
+
+    def _decode_leg(self, assignment: Assignment) -> DecodeLeg:
+        return DecodeLeg(assignment, self.engine, self.layout, self.monitor, self.grammars)
 
     def _on_report(self, report: EngineReport) -> None:
         self.monitor.on_report(report)
@@ -151,16 +163,8 @@ class WorkerServer(ABC):
 
     def _load_report(self) -> worker_pb2.LoadReport:
         return self.monitor.report(
-            legs_before_engine=self.legs_before_engine(), tokens_before_engine=self.tokens_before_engine()
+            legs_before_engine=self._window.num_waiting, tokens_before_engine=self._window.waiting_tokens
         )
-
-    def legs_before_engine(self) -> int:
-        """Attempts that have not come to the engine yet."""
-        return 0
-
-    def tokens_before_engine(self) -> int:
-        """Their prompt tokens, as far as this worker will compute them."""
-        return 0
 
     def check_health(self) -> None:
         """Raises:
@@ -192,6 +196,7 @@ class WorkerServer(ABC):
     async def stop(self) -> None:
         """Ends the sessions, then the engine. What still runs is dropped."""
         self._watch.cancel()
+        await asyncio.gather(self._peers.close(), self._transfers.close())
         await self._server.stop(_STOP_GRACE_S)
         self.grammars.close()
         await self.engine.stop()

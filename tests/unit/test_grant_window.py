@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from prefill_worker.grant_window import GrantWindow, Turn
+from worker.grant_window import GrantWindow, Turn
 
 
 def turn(came: float, peer: str = "d0", num_tokens: int = 10) -> Turn:

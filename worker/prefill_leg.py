@@ -10,12 +10,12 @@ from kv_transfer.messages import Accepted, CloseReason, Drop, TransferId
 from kv_transfer.outbound import HandoffEnded, HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.sender import Closed
-from prefill_worker.grant_window import GrantWindow, Turn
-from prefill_worker.kv_export import KVExport
 from protos import worker_pb2
 from worker.drop_causes import dropped_leg
 from worker.engine_thread import EngineThread
 from worker.grammars import RequestGrammars
+from worker.grant_window import GrantWindow, Turn
+from worker.kv_export import KVExport
 from worker.leg import Assignment, Leg, LegDropped
 from worker.load_monitor import LoadMonitor
 from worker.submission import engine_request
