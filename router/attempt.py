@@ -1,15 +1,14 @@
 """One attempt at a request: what its workers say of it, merged into one course."""
 
 import asyncio
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 from protos import inference_pb2, worker_pb2
 from router.completion import FinishReason, ServedBy, StageTimes
-from router.errors import ErrorCode, RequestError, unavailable
+from router.failure import Failure, unfinished, worker_dropped, worker_lost
 from router.sample_course import SampleCourse, SampleFinished, Tokens
 from router.sampling_options import SamplingOptions
 from router.stage_clock import StageClock
@@ -27,8 +26,14 @@ _FINISH_REASONS = {
 _REFUSALS = frozenset(
     {worker_pb2.DROP_CAUSE_INVALID, worker_pb2.DROP_CAUSE_DRAINING, worker_pb2.DROP_CAUSE_INCOMPATIBLE}
 )
-# How a worker's refusal begins when one field is at fault.
-_NAMES_FIELD = re.compile(r"([a-z_]{1,64}): ")
+# What a decode worker says of a hand-off that failed on its way: the one at fault is who made it.
+_HANDOFF_FAILURES = frozenset(
+    {
+        worker_pb2.DROP_CAUSE_PUSH_BROKEN,
+        worker_pb2.DROP_CAUSE_DAMAGED,
+        worker_pb2.DROP_CAUSE_INCOMPATIBLE,
+    }
+)
 
 AttemptEvent = worker_pb2.PromptLogprobs | Tokens | SampleFinished
 
@@ -51,6 +56,12 @@ class Attempt:
     before any hand-off; its other failures are hints, because the hand-off may have been accepted: the
     decode leg has `PATIENCE_S` to say so.
     As soon as the attempt is decided, every leg that has not ended is cancelled.
+
+    Attributes:
+        number: counts the attempts at the request, from 0.
+        is_decided: no further word counts. What `take` still gives was said before.
+        failure: once it is decided, and some sample has no end.
+        cached_tokens: of the prompt, that were not computed; None: no worker has said.
     """
 
     def __init__(
@@ -59,11 +70,15 @@ class Attempt:
         first_indices: Mapping[int, int],
         options: SamplingOptions,
         arrival_s: float,
+        on_change: Callable[[], None],
     ) -> None:
         """
         Args:
             first_indices: of every sample the next token's index: as many are generated already.
+            options: `prompt_logprobs` are awaited if they are asked for.
+            on_change: called when there may be something to take, or the attempt is decided.
         """
+        self.number = identity.attempt
         self._wire_id = worker_pb2.Attempt(number=identity.number, attempt=identity.attempt)
         self._clock = StageClock(arrival_s, time.monotonic())
         self._courses = {
@@ -77,14 +92,14 @@ class Attempt:
         self._worker_ids: dict[Leg, str] = {}
         # The samples that a leg which has not ended has not finished.
         self._open: dict[Leg, set[int]] = {}
-        self._changed = asyncio.Event()
+        self._on_change = on_change
         self._patience: asyncio.TimerHandle | None = None
-        self._hint: RequestError | None = None
+        self._hint: Failure | None = None
         self._admitted = False
         self._kv_bytes = 0
-        self._is_decided = False
-        self._error: RequestError | None = None
-        self.cached_tokens = 0
+        self.is_decided = False
+        self.failure: Failure | None = None
+        self.cached_tokens: int | None = None
 
     def submit(self, legs: Sequence[tuple[WorkerSession, str, worker_pb2.Submit]]) -> None:
         """Submits every leg: its session, its worker's id, its message."""
@@ -96,23 +111,11 @@ class Attempt:
         for session, _, message in legs:
             session.submit(message, partial(self._hear, Leg.of(message)))
 
-    async def next_event(self) -> AttemptEvent | None:
+    def take(self) -> AttemptEvent | None:
         """The prompt's log probabilities first, if they were asked for; then of each sample its tokens (all
-        since the last time, at least one) and its end. None: every sample has its end.
-
-        Raises:
-            RequestError: the attempt failed. Every token that was said before is out.
+        since the last time, at least one) and its end. None: nothing has come, and nothing will if it is
+        decided.
         """
-        while (event := self._take()) is None:
-            if self._error is not None:
-                raise self._error
-            if self._is_decided:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        return event
-
-    def _take(self) -> AttemptEvent | None:
         if self._awaits_prompt:
             return None
         if self._prompt is not None:
@@ -130,7 +133,7 @@ class Attempt:
     def abandon(self, sample: int) -> None:
         """Nothing more of this sample is wanted. With the last one the attempt is over."""
         self._courses[sample].abandon()
-        if self._is_over and not self._has_gap:
+        if self._has_all_ends and not self._has_gap:
             self._decide(None)
         self._settle()
 
@@ -141,7 +144,7 @@ class Attempt:
         return self._clock.last_token_s
 
     @property
-    def _is_over(self) -> bool:
+    def _has_all_ends(self) -> bool:
         return all(course.is_over for course in self._courses.values())
 
     @property
@@ -150,6 +153,11 @@ class Attempt:
 
     def stage_times(self) -> StageTimes:
         return self._clock.times()
+
+    @property
+    def num_tokens(self) -> int:
+        """That it brought, of all samples together."""
+        return sum(course.num_taken for course in self._courses.values())
 
     def served_by(self) -> ServedBy:
         local = self._worker_ids.get(Leg.LOCAL)
@@ -185,9 +193,9 @@ class Attempt:
                 self._on_dropped(leg, event)
             case SessionLost():
                 self._over(leg)
-                self._on_lost(leg, unavailable(f"worker {self._worker_ids[leg]} died: {event.reason}"))
+                self._on_lost(leg, worker_lost(self._worker_ids[leg], self._sessions[leg].id, event.reason))
         self._settle()
-        self._changed.set()
+        self._on_change()
 
     def _over(self, leg: Leg) -> None:
         self._open.pop(leg, None)
@@ -205,7 +213,7 @@ class Attempt:
 
     def _on_prefilled(self, event: worker_pb2.Prefilled | worker_pb2.Finished) -> None:
         self._clock.prefilled(event)
-        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens or 0, event.cached_tokens)
 
     def _on_finished(self, leg: Leg, event: worker_pb2.Finished) -> None:
         course = self._courses.get(event.sample)
@@ -225,84 +233,83 @@ class Attempt:
     def _on_dropped(self, leg: Leg, event: worker_pb2.Dropped) -> None:
         if leg is Leg.DECODE and event.cause == worker_pb2.DROP_CAUSE_ENDED_AT_FIRST_TOKEN:
             # The prefill worker's Finished says the same, and how it ended: it came or will come.
-            self._expect(unavailable(f"worker {self._worker_ids[Leg.PREFILL]} did not say how it ended"))
+            self._expect(self._unfinished(f"worker {self._worker_ids[Leg.PREFILL]} did not say how it ended"))
             return
-        error = self._drop_error(leg, event)
+        failure = worker_dropped(self._worker_ids[leg], self._sessions[leg].id, event)
+        if leg is Leg.DECODE and event.cause in _HANDOFF_FAILURES:
+            failure = failure.because_of(self._first_session)
         if leg is Leg.PREFILL and event.cause in _REFUSALS and not self._admitted:
-            self._decide(error)
+            self._decide(failure)
         else:
-            self._on_failed(leg, error)
+            self._on_failed(leg, failure)
 
-    def _on_lost(self, leg: Leg, died: RequestError) -> None:
+    def _on_lost(self, leg: Leg, failure: Failure) -> None:
         if leg is Leg.PREFILL:
-            self._on_failed(leg, died)
-        elif not self._is_over:
+            self._on_failed(leg, failure)
+        elif not self._has_all_ends:
             # Whatever the prefill worker said before: this is its cause.
-            self._decide(died)
+            self._decide(failure)
 
-    def _on_failed(self, leg: Leg, error: RequestError) -> None:
-        if self._is_over:
+    def _on_failed(self, leg: Leg, failure: Failure) -> None:
+        if self._has_all_ends:
             return
         if leg is Leg.PREFILL:
             if Leg.DECODE not in self._open:
-                self._decide(error)
+                self._decide(failure)
             elif not self._admitted:
-                self._expect(error)
+                self._expect(failure)
         elif self._hint is not None and not self._admitted:
             # The prefill worker's own word is nearer to the cause.
             self._decide(self._hint)
         else:
-            self._decide(error)
-
-    def _drop_error(self, leg: Leg, event: worker_pb2.Dropped) -> RequestError:
-        cause = worker_pb2.DropCause.Name(event.cause).removeprefix("DROP_CAUSE_").lower()
-        message = f"worker {self._worker_ids[leg]} dropped the request ({cause}): {event.detail}"
-        match event.cause:
-            case worker_pb2.DROP_CAUSE_INVALID:
-                named = _NAMES_FIELD.match(event.detail)
-                return RequestError(
-                    ErrorCode.INVALID_ARGUMENT, event.detail or message, field=named and named[1]
-                )
-            case worker_pb2.DROP_CAUSE_INTERNAL | worker_pb2.DROP_CAUSE_INCOMPATIBLE:
-                return RequestError(ErrorCode.INTERNAL, message)
-            case worker_pb2.DROP_CAUSE_PUSH_BROKEN | worker_pb2.DROP_CAUSE_DAMAGED if leg is Leg.DECODE:
-                return unavailable(f"the hand-off from {self._worker_ids[Leg.PREFILL]} failed: {message}")
-            case _:
-                return unavailable(message)
+            self._decide(failure)
 
     def _settle(self) -> None:
         """Decides an attempt whose samples have their ends, once nothing of it can still come."""
-        if self._is_decided or not self._is_over:
+        if self.is_decided or not self._has_all_ends:
             return
         if Leg.PREFILL in self._open:
-            self._expect(self._gap_error())
+            self._expect(self._gap_failure())
         else:
-            self._decide(self._gap_error() if self._has_gap else None)
+            self._decide(self._gap_failure() if self._has_gap else None)
 
-    def _gap_error(self) -> RequestError:
+    def _gap_failure(self) -> Failure:
         if self._awaits_prompt:
-            return RequestError(ErrorCode.INTERNAL, "the prompt's log probabilities never came")
+            return self._unfinished("the prompt's log probabilities never came")
         missing = next((c.next_index for c in self._courses.values() if c.has_gap), 0)
-        return RequestError(ErrorCode.INTERNAL, f"token {missing} never came")
+        return self._unfinished(f"token {missing} never came")
 
-    def _expect(self, otherwise: RequestError) -> None:
+    def _unfinished(self, message: str) -> Failure:
+        """Whoever prefills owes the first token and all that comes before it."""
+        return unfinished(self._first_session, message)
+
+    @property
+    def _first_session(self) -> str:
+        """With the worker that prefills."""
+        legs = (Leg.PREFILL, Leg.LOCAL, Leg.DECODE)
+        return next(self._sessions[leg].id for leg in legs if leg in self._sessions)
+
+    def _expect(self, otherwise: Failure) -> None:
         """Another word is due, within `PATIENCE_S`; `otherwise` is the outcome without it."""
-        if not self._is_decided and self._patience is None:
+        if not self.is_decided and self._patience is None:
             self._hint = otherwise
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(PATIENCE_S, self._lose_patience)
 
     def _lose_patience(self) -> None:
-        if self._is_over and not self._has_gap:
+        if self._has_all_ends and not self._has_gap:
             self._decide(None)
         elif self._hint is not None and not self._admitted:
             self._decide(self._hint)
-        elif self._is_over:
-            self._decide(self._gap_error())
+        elif self._has_all_ends:
+            self._decide(self._gap_failure())
 
-    def _decide(self, error: RequestError | None) -> None:
-        """The attempt is over: with an error, or with the end of every sample."""
-        if not self._is_decided:
-            self._is_decided, self._error = True, error
-            self._changed.set()
-            self.close()
+    def _decide(self, failure: Failure | None) -> None:
+        """The attempt is over: with a failure, or with the end of every sample."""
+        if self.is_decided:
+            return
+        self.is_decided, self.failure = True, failure
+        if failure is not None:
+            self._clock.failed(time.monotonic())
+        self.close()
+        self._on_change()

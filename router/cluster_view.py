@@ -27,6 +27,7 @@ class WorkerSnapshot:
 
     Attributes:
         session: the router's session with it.
+        fingerprint: of the model: workers with equal ones write the same text.
         pairing: equal on two workers that can hand KV to each other (model fingerprint, dtype, block size).
         capacity_tokens: the longest sequence that it can hold, prompt and generated tokens together.
         free_blocks, num_running, num_waiting, waiting_prompt_tokens: of its last load report, with what
@@ -38,6 +39,7 @@ class WorkerSnapshot:
     epoch: int
     session: str
     role: Role
+    fingerprint: str
     pairing: str
     block_size: int
     capacity_tokens: int

@@ -50,10 +50,24 @@ class StageTimes:
     decode_wait_s: float = 0.0
     decode_s: float = 0.0
 
+    def __add__(self, other: "StageTimes") -> "StageTimes":
+        """Of one attempt after another."""
+        return StageTimes(
+            door_s=self.door_s + other.door_s,
+            queue_s=self.queue_s + other.queue_s,
+            prefill_s=self.prefill_s + other.prefill_s,
+            transfer_s=self.transfer_s + other.transfer_s,
+            decode_wait_s=self.decode_wait_s + other.decode_wait_s,
+            decode_s=self.decode_s + other.decode_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ServedBy:
-    """Worker ids, "" for the one that did not decode; `kv_bytes` is 0 without a hand-off."""
+    """Worker ids, "" for the one that did not decode; `kv_bytes` is 0 without a hand-off.
+
+    Of several attempts the last one's.
+    """
 
     prefill_worker: str
     decode_worker: str

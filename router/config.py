@@ -35,6 +35,15 @@ class RouterConfig(BaseModel):
     drain_limit_s: float = Field(
         default=60.0, ge=0, description="After SIGTERM: how long running streams may take to finish."
     )
+    max_attempts: int = Field(
+        default=4, ge=1, description="Attempts in a row without a new token before a request gets its error."
+    )
+    rejoin_limit_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="How long a request that lost its workers waits for a listed one to come back, when none "
+        "is left.",
+    )
     local_prefill_tokens: int = Field(
         default=0,
         ge=0,

@@ -40,6 +40,12 @@ class WorkerLink:
         self._on_change = on_change
         self._unlisted = asyncio.Event()
 
+    @property
+    def is_expected(self) -> bool:
+        """It is listed and may yet have a session."""
+        has_none = self.session is None or self.session.snapshot() is None
+        return has_none and self.state is not LinkState.REFUSED and not self._unlisted.is_set()
+
     def list(self) -> None:
         """The address is (again) one to hold a session with."""
         self._unlisted.clear()
@@ -156,6 +162,11 @@ class Fleet:
         sessions = (link.session for link in self._links.values())
         snapshots = (session.snapshot() for session in sessions if session is not None)
         return tuple(snapshot for snapshot in snapshots if snapshot is not None)
+
+    @property
+    def expects_workers(self) -> bool:
+        """Some listed worker has no session, and may have one soon."""
+        return any(link.is_expected for link in self._links.values())
 
     def statuses(self) -> list[WorkerStatus]:
         """Every listed address, connected or not."""

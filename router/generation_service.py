@@ -9,6 +9,7 @@ from contextlib import aclosing
 from router.cluster_view import Role, WorkerStatus
 from router.completion import End, Output, Piece
 from router.errors import ErrorCode, RequestError, unavailable
+from router.failover import RetryLimits
 from router.fleet import Fleet, count_ready, max_model_len
 from router.generation_request import (
     ChatPrompt,
@@ -42,6 +43,7 @@ class GenerationService:
         fleet: Fleet,
         metrics: RouterMetrics,
         local_prefill_tokens: int,
+        retry_limits: RetryLimits,
     ) -> None:
         self.card = card
         self.draining = False
@@ -49,6 +51,7 @@ class GenerationService:
         self._fleet = fleet
         self._metrics = metrics
         self._local_prefill_tokens = local_prefill_tokens
+        self._retry_limits = retry_limits
         self._quota = KeyQuota()
         self._num_running = 0
         self._idle = asyncio.Event()
@@ -112,7 +115,14 @@ class GenerationService:
         with self._quota.request(draft.api_key) as spending:
             request = await self._check(draft)
             spending.charge(len(request.prompt))
-            run = RequestRun(request, self._fleet, self.tokenizer, self._metrics, self._local_prefill_tokens)
+            run = RequestRun(
+                request,
+                self._fleet,
+                self.tokenizer,
+                self._metrics,
+                self._local_prefill_tokens,
+                self._retry_limits,
+            )
             async with aclosing(run.outputs()) as outputs:
                 async for output in outputs:
                     if isinstance(output, Piece):

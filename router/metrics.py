@@ -65,6 +65,12 @@ class RouterMetrics:
         self._kv_bytes = Counter(
             "baton_handoff_kv_bytes", "KV handed over for requests that ended well.", registry=registry
         )
+        self._retries = Counter(
+            "baton_request_retries",
+            "Attempts that failed, and were followed by another.",
+            ("cause",),
+            registry=registry,
+        )
         self.workers = Gauge(
             "baton_workers_ready", "Workers that take new requests.", ("role",), registry=registry
         )
@@ -80,6 +86,10 @@ class RouterMetrics:
 
     def failed(self, code: str) -> None:
         self._errors.labels(code).inc()
+
+    def retried(self, cause: str) -> None:
+        """An attempt failed for `cause`, and another one follows."""
+        self._retries.labels(cause).inc()
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""

@@ -1,17 +1,22 @@
 """One request from its placement to its end."""
 
+import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator
 
 from router.attempt import Attempt, AttemptEvent
 from router.completion import End, Output, Piece, SampleEnd, ScoredPrompt, Usage
 from router.errors import unavailable
+from router.failover import RetryLimits, choices, last_word
+from router.failure import Failure
 from router.fleet import Fleet
 from router.generation_request import GenerationRequest
 from router.metrics import RouterMetrics
-from router.placement import place
+from router.placement import Placement, place
 from router.sample_course import SampleFinished, Tokens, scored_tokens
+from router.sample_group import SampleGroup
 from router.sample_run import SampleRun
 from router.submission import AttemptId, submits
 from router.text_stream import TextStream
@@ -21,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestRun:
-    """All samples of a request, in one attempt."""
+    """All samples of a request. A failed attempt is followed by another, from the tokens that are there."""
 
     def __init__(
         self,
@@ -30,18 +35,27 @@ class RequestRun:
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         local_prefill_tokens: int,
+        retry_limits: RetryLimits,
     ) -> None:
         self._request = request
         self._fleet = fleet
         self._metrics = metrics
         self._local_prefill_tokens = local_prefill_tokens
+        self._retry_limits = retry_limits
         seed = request.sampling.seed
         self._seed = secrets.randbits(64) if seed is None else seed
-        self._samples = [
-            SampleRun(sample, TextStream(tokenizer, request.stop, request.markup))
-            for sample in range(request.sampling.n)
-        ]
-        self._attempts = 0
+        self._samples = tuple(
+            SampleRun(number, TextStream(tokenizer, request.stop, request.markup))
+            for number in range(request.sampling.n)
+        )
+        self._running: dict[SampleGroup, Attempt] = {}
+        self._changed = asyncio.Event()
+        self._num_attempts = 0
+        # Of the prompt's log probabilities, what has not come.
+        self._prompt_logprobs = request.sampling.prompt_logprobs
+        self._cached_tokens: int | None = None
+        # Of the model that the last attempt was made with, or all that run.
+        self._fingerprint: str | None = None
         self._has_token = False
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
@@ -50,21 +64,84 @@ class RequestRun:
         Closing it cancels the request on its workers.
 
         Raises:
-            RequestError: UNAVAILABLE, no worker takes it or one died; or what a worker answered.
+            RequestError: UNAVAILABLE or INTERNAL, no worker takes it or every attempt failed; or what a
+                worker found wrong with it.
         """
-        attempt = self._start_attempt()
+        self._start()
         last: SampleEnd | None = None
         try:
-            while (event := await attempt.next_event()) is not None:
-                for output in self._hear(attempt, event):
-                    if isinstance(output, SampleEnd) and self._num_live == 0:
-                        last = output
-                    else:
-                        yield output
-            assert last is not None
-            yield End(last, self._usage(attempt), attempt.stage_times(), attempt.served_by())
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                for group, attempt in [*self._running.items()]:
+                    if (event := attempt.take()) is not None:
+                        self._changed.set()
+                        for output in self._hear(attempt, event):
+                            if isinstance(output, SampleEnd) and self._num_live == 0:
+                                last = output
+                            else:
+                                yield output
+                    elif attempt.is_decided and (end := await self._settle(group, attempt, last)):
+                        yield end
+                        return
         finally:
-            attempt.close()
+            for attempt in self._running.values():
+                attempt.close()
+
+    @property
+    def _num_live(self) -> int:
+        return sum(sample.end is None for sample in self._samples)
+
+    def _start(self) -> None:
+        """The first attempt, at all samples together."""
+        group = SampleGroup(self._samples)
+        placement = self._place(group)
+        if placement is None:
+            raise unavailable("no worker takes requests now")
+        self._begin(group, placement, self._request.arrival_s)
+
+    def _place(self, group: SampleGroup) -> Placement | None:
+        request = self._request
+        fingerprint = self._fingerprint if self._has_token else None
+        for workers in choices(self._fleet.snapshot(), group.history, fingerprint):
+            placement = place(
+                workers,
+                num_prompt_tokens=len(request.prompt) + group.num_generated,
+                max_tokens=request.sampling.max_tokens - group.num_generated,
+                local_prefill_tokens=self._local_prefill_tokens,
+            )
+            if placement is not None:
+                return placement
+        return None
+
+    def _begin(self, group: SampleGroup, placement: Placement, since_s: float) -> None:
+        """Draws a number and submits, in the moment of the placement: numbers grow in every session.
+
+        Args:
+            since_s: the arrival of the request, or of the failure before.
+        """
+        share = group.share(self._request.sampling, self._prompt_logprobs)
+        identity = AttemptId(self._fleet.next_number(), self._num_attempts, secrets.token_bytes(16))
+        self._num_attempts += 1
+        messages = submits(identity, self._request, share, self._seed, placement)
+        self._fingerprint = messages[0][0].fingerprint
+        attempt = Attempt(
+            identity,
+            {number: len(share.generated) for number in share.samples},
+            share.options,
+            since_s,
+            self._changed.set,
+        )
+        attempt.submit(
+            [(self._fleet.session(worker), worker.worker_id, message) for worker, message in messages]
+        )
+        self._running[group] = attempt
+        logger.debug(
+            "%s: attempt %d on %s",
+            self._request.request_id,
+            identity.attempt,
+            ", ".join(f"{worker.worker_id} ({message.WhichOneof('leg')})" for worker, message in messages),
+        )
 
     def _hear(self, attempt: Attempt, event: AttemptEvent) -> list[Output]:
         match event:
@@ -79,38 +156,59 @@ class RequestRun:
             case SampleFinished(number, reason):
                 return [self._samples[number].finish(reason)]
             case prompt:
+                self._prompt_logprobs = None
                 return [ScoredPrompt(scored_tokens(self._request.prompt, prompt.tokens))]
 
-    @property
-    def _num_live(self) -> int:
-        return sum(sample.end is None for sample in self._samples)
+    async def _settle(self, group: SampleGroup, attempt: Attempt, last: SampleEnd | None) -> End | None:
+        """An attempt is over. Its samples have their ends, or go on in another one; with the end of all
+        comes the end of the request.
+        """
+        del self._running[group]
+        if self._cached_tokens is None:
+            self._cached_tokens = attempt.cached_tokens
+        if attempt.failure is not None:
+            await self._go_on(group, attempt, attempt.failure)
+        if self._running:
+            return None
+        assert last is not None
+        return End(last, self._usage(), group.history.spent + attempt.stage_times(), attempt.served_by())
 
-    def _start_attempt(self) -> Attempt:
-        """Places, draws a number and submits, without an await: numbers grow in every session."""
-        request, options = self._request, self._request.sampling
-        placement = place(
-            self._fleet.snapshot(),
-            num_prompt_tokens=len(request.prompt),
-            max_tokens=options.max_tokens,
-            local_prefill_tokens=self._local_prefill_tokens,
+    async def _go_on(self, group: SampleGroup, attempt: Attempt, failure: Failure) -> None:
+        """Makes the next attempt, of each sample that has tokens its own.
+
+        Raises:
+            RequestError: there is none to make.
+        """
+        failed_s = time.monotonic()
+        logger.info(
+            "%s: attempt %d failed (%s): %s",
+            self._request.request_id,
+            attempt.number,
+            failure.cause,
+            failure.error.message,
         )
-        if placement is None:
-            raise unavailable("no worker takes requests now")
-        identity = AttemptId(self._fleet.next_number(), self._attempts, secrets.token_bytes(16))
-        self._attempts += 1
-        messages = submits(identity, request, self._seed, (), placement)
-        first_indices = {number: len(sample.generated) for number, sample in enumerate(self._samples)}
-        attempt = Attempt(identity, first_indices, options, request.arrival_s)
-        attempt.submit(
-            [(self._fleet.session(worker), worker.worker_id, message) for worker, message in messages]
-        )
-        logger.debug(
-            "%s: attempt %d on %s",
-            request.request_id,
-            identity.number,
-            ", ".join(f"{worker.worker_id} ({message.WhichOneof('leg')})" for worker, message in messages),
-        )
-        return attempt
+        if failure.is_final:
+            raise failure.error
+        history = group.history.after(failure, num_tokens=attempt.num_tokens, spent=attempt.stage_times())
+        if history.num_fruitless >= self._retry_limits.max_attempts:
+            raise last_word(failure, self._num_attempts, "no more are made")
+        for following in group.after(history):
+            placement = await self._find_place(following)
+            if placement is None:
+                raise last_word(failure, self._num_attempts, "no worker is left")
+            self._begin(following, placement, failed_s)
+        self._metrics.retried(failure.cause)
+
+    async def _find_place(self, group: SampleGroup) -> Placement | None:
+        """When no worker is left, waits a while for one that is expected."""
+        seen = 0
+        try:
+            async with asyncio.timeout(self._retry_limits.rejoin_limit_s):
+                while (placement := self._place(group)) is None and self._fleet.expects_workers:
+                    seen = await self._fleet.next_change(seen)
+        except TimeoutError:
+            return None
+        return placement
 
     def _count(self, sample: SampleRun, piece: Piece, num_came: int, arrived_s: float) -> None:
         num_kept = len(piece.tokens)
@@ -124,6 +222,7 @@ class RequestRun:
         sample.last_arrival_s = arrived_s
         self._metrics.generation_tokens.inc(num_kept)
 
-    def _usage(self, attempt: Attempt) -> Usage:
+    def _usage(self) -> Usage:
         generated = sum(len(sample.generated) for sample in self._samples)
-        return Usage(len(self._request.prompt), generated, attempt.cached_tokens)
+        num_prompt = len(self._request.prompt)
+        return Usage(num_prompt, generated, min(self._cached_tokens or 0, num_prompt))

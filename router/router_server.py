@@ -18,6 +18,7 @@ from router.api_keys import KeyRing
 from router.config import RouterConfig
 from router.door_tls import DoorTls
 from router.doorkeeper import Doorkeeper
+from router.failover import RetryLimits
 from router.fleet import Fleet, LinkSettings
 from router.generation_service import GenerationService
 from router.grpc_door import GrpcDoor
@@ -86,7 +87,12 @@ class RouterServer:
         self._tokenizer = tokenizer
         self._directory = directory
         self._service = GenerationService(
-            card, tokenizer, self.fleet, RouterMetrics(), config.local_prefill_tokens
+            card,
+            tokenizer,
+            self.fleet,
+            RouterMetrics(),
+            config.local_prefill_tokens,
+            RetryLimits(config.max_attempts, config.rejoin_limit_s),
         )
         tool_style = choose_tool_style(config.tool_call_format, tokenizer.tool_template, tokenizer.has_token)
         keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)

@@ -39,6 +39,7 @@ class SampleCourse:
         self._merge: TokenMerge[Token] = TokenMerge(first_index, options.max_tokens)
         self._finish: FinishReason | None = None
         self._is_abandoned = False
+        self.num_taken = 0
 
     @property
     def is_over(self) -> bool:
@@ -79,7 +80,9 @@ class SampleCourse:
         if self._is_abandoned:
             return None
         if self._merge.has_ready:
-            return Tokens(self._sample, *self._merge.take())
+            index, tokens = self._merge.take()
+            self.num_taken += len(tokens)
+            return Tokens(self._sample, index, tokens)
         if self._finish is not None and not self._merge.has_gap:
             return SampleFinished(self._sample, self._finish)
         return None

@@ -10,16 +10,17 @@ class SampleRun:
     """A sample's tokens so far are its whole state: an attempt starts from them.
 
     Attributes:
+        number: its place among the request's samples.
         generated: the token ids that count.
         end: once it has ended.
         last_arrival_s: of its last token, on `time.monotonic`'s clock.
     """
 
-    def __init__(self, sample: int, text: TextStream) -> None:
+    def __init__(self, number: int, text: TextStream) -> None:
+        self.number = number
         self.generated: list[int] = []
         self.end: SampleEnd | None = None
         self.last_arrival_s: float | None = None
-        self._sample = sample
         self._text = text
 
     def push(self, tokens: Sequence[Token]) -> Piece:
@@ -29,12 +30,12 @@ class SampleRun:
         kept = tuple(tokens[: written.num_tokens])
         self.generated += [token.id for token in kept]
         if written.stopped:
-            self.end = SampleEnd(self._sample, len(self.generated), "", FinishReason.STOP, True)
-        return Piece(self._sample, index, kept, written.starts, written.text)
+            self.end = SampleEnd(self.number, len(self.generated), "", FinishReason.STOP, True)
+        return Piece(self.number, index, kept, written.starts, written.text)
 
     def finish(self, reason: FinishReason) -> SampleEnd:
         """No token follows."""
         rest = self._text.finish()
         reason = FinishReason.STOP if rest.stopped else reason
-        self.end = SampleEnd(self._sample, len(self.generated), rest.text, reason, rest.stopped)
+        self.end = SampleEnd(self.number, len(self.generated), rest.text, reason, rest.stopped)
         return self.end

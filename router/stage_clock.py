@@ -5,7 +5,7 @@ from router.completion import StageTimes
 
 
 class StageClock:
-    """The stages of one attempt.
+    """The stages of one attempt, whose request (or the failure before it) came at `arrival_s`.
 
     The workers measure their own stages. A request that the router ends at a stop string gets no
     report from the worker that decoded: then the router's own clock says how long that took.
@@ -20,6 +20,7 @@ class StageClock:
         self.last_token_s: float | None = None
         self._prefilled: worker_pb2.Prefilled | worker_pb2.Finished | None = None
         self._decoded: worker_pb2.Finished | None = None
+        self._failed_s: float | None = None
 
     def token(self, now_s: float) -> None:
         if self.first_token_s is None:
@@ -39,10 +40,14 @@ class StageClock:
         if self._decoded is None or event.decode_s > self._decoded.decode_s:
             self._decoded = event
 
+    def failed(self, now_s: float) -> None:
+        """Until then the stage went on that it was in."""
+        self._failed_s = now_s
+
     def times(self) -> StageTimes:
         """As far as they are known."""
-        first_s = self._submitted_s if self.first_token_s is None else self.first_token_s
-        last_s = first_s if self.last_token_s is None else self.last_token_s
+        first_s = _first_known(self.first_token_s, self._failed_s, self._submitted_s)
+        last_s = _first_known(self._failed_s, self.last_token_s, first_s)
         admitted_s = first_s if self._admitted_s is None else max(first_s, self._admitted_s)
         prefilled, decoded = self._prefilled, self._decoded
         transfer_s = admitted_s - first_s
@@ -56,3 +61,7 @@ class StageClock:
             decode_wait_s=decoded.decode_wait_s if decoded is not None else 0.0,
             decode_s=decoded.decode_s if decoded is not None else max(0.0, last_s - admitted_s),
         )
+
+
+def _first_known(*moments_s: float | None) -> float:
+    return next(moment_s for moment_s in moments_s if moment_s is not None)

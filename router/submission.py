@@ -24,27 +24,34 @@ class AttemptId:
     secret: bytes
 
 
-def submits(
-    identity: AttemptId,
-    request: GenerationRequest,
-    seed: int,
-    generated: tuple[int, ...],
-    placement: Placement,
-) -> list[tuple[WorkerSnapshot, worker_pb2.Submit]]:
-    """Each leg's worker and message: the decode leg first, so that it waits for the hand-off.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a request an attempt is to bring.
 
-    Args:
-        generated: tokens of earlier attempts.
+    Attributes:
+        samples: their numbers, one after the other.
+        generated: the tokens that are there; only a single sample has any.
+        options: the request's, but for what earlier attempts have brought.
     """
+
+    samples: range
+    generated: tuple[int, ...]
+    options: SamplingOptions
+
+
+def submits(
+    identity: AttemptId, request: GenerationRequest, share: Share, seed: int, placement: Placement
+) -> list[tuple[WorkerSnapshot, worker_pb2.Submit]]:
+    """Each leg's worker and message: the decode leg first, so that it waits for the hand-off."""
     match placement:
         case Alone(worker):
-            submit = _submit(identity, request, seed, generated)
+            submit = _submit(identity, request, share, seed)
             submit.local.SetInParent()
             return [(worker, submit)]
         case Pair(prefill, decode):
-            receive = _submit(identity, request, seed, generated)
+            receive = _submit(identity, request, share, seed)
             receive.decode.prefill_worker_id = prefill.worker_id
-            send = _submit(identity, request, seed, generated)
+            send = _submit(identity, request, share, seed)
             send.prefill.CopyFrom(
                 worker_pb2.PrefillLeg(
                     decode_worker_id=decode.worker_id,
@@ -56,17 +63,16 @@ def submits(
             return [(decode, receive), (prefill, send)]
 
 
-def _submit(
-    identity: AttemptId, request: GenerationRequest, seed: int, generated: tuple[int, ...]
-) -> worker_pb2.Submit:
+def _submit(identity: AttemptId, request: GenerationRequest, share: Share, seed: int) -> worker_pb2.Submit:
     return worker_pb2.Submit(
         attempt=worker_pb2.Attempt(number=identity.number, attempt=identity.attempt),
         request_id=request.request_id,
         secret=identity.secret,
         arrival_unix_s=request.arrival_unix_s,
         prompt_token_ids=request.prompt,
-        generated_token_ids=generated,
-        sampling=_sampling(request.sampling, seed),
+        generated_token_ids=share.generated,
+        sampling=_sampling(share.options, seed),
+        sample=share.samples.start,
         cache_salt=request.cache_salt,
     )
 

@@ -234,6 +234,7 @@ class WorkerSession:
             epoch=description.epoch,
             session=self.id,
             role=role_of(description),
+            fingerprint=layout.model_fingerprint,
             pairing=f"{layout.model_fingerprint}/{layout.dtype}/{layout.block_size}",
             block_size=layout.block_size,
             capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),

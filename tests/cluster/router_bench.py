@@ -33,13 +33,14 @@ async def running_router(
     prefill: Sequence[ScriptedWorker] = (),
     decode: Sequence[ScriptedWorker] = (),
     stall_limit_s: float = 300.0,
-    local_prefill_tokens: int = 0,
+    rejoin_limit_s: float = 0.0,
+    **settings: float,
 ) -> AsyncIterator[RouterServer]:
     """Connected to all of the workers. Its model is called "tiny"."""
+    settings |= {"stall_limit_s": stall_limit_s, "rejoin_limit_s": rejoin_limit_s}
     directory = StaticDirectory(
         prefill=[worker.address for worker in prefill], decode=[worker.address for worker in decode]
     )
-    settings = {"stall_limit_s": stall_limit_s, "local_prefill_tokens": local_prefill_tokens}
     async with started_router(model, directory, **settings) as router:
         expected = len(prefill) + len(decode)
         await until(router, lambda workers: len(workers) == expected)

@@ -57,33 +57,20 @@ class Stream:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_killing_a_worker_ends_its_requests_and_disturbs_no_other(
-    cluster: ClusterProcesses, tiny_model: Path, role: str
-):
-    """Of eight streams those of the dead one get one clear error, the others their text."""
+async def test_killing_a_worker_disturbs_no_stream(cluster: ClusterProcesses, tiny_model: Path, role: str):
+    """Conformance 13 and 14: eight streams have their whole text, whoever wrote it."""
     async with grpc.aio.insecure_channel(cluster.router.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        requests = [token_request(prompt_of(40, seed=n), 1500, ignore_eos=True) for n in range(8)]
+        requests = [token_request(prompt_of(40, seed=n), 600, ignore_eos=True) for n in range(8)]
         streams = [Stream(stub, request) for request in requests]
         for stream in streams:
             await stream.started.wait()
-        victim = getattr(cluster, role)[0]
-        victim.kill()
-        errors = [await stream.error() for stream in streams]
-        dead = [e for e in errors if e is not None]
-        for error in dead:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
-            assert f"{role}-0" in (error.details() or "")
-        reference = Reference(tiny_model)
-        finished = [
-            (stream, n) for n, (stream, e) in enumerate(zip(streams, errors, strict=True)) if e is None
-        ]
-        # A prefill worker that handed everything off takes no stream with it.
-        assert len(dead) == (4 if role == "decode" else 0)
-        for stream, n in finished[:2]:
-            assert stream.served_by.decode_worker == "decode-1" or role == "prefill"
-            expected = reference.greedy(prompt_of(40, seed=n), 300, ignore_eos=True)
-            NearTies(1).check(stream.token_ids[:300], expected)
+        getattr(cluster, role)[0].kill()
+        assert [await stream.error() for stream in streams] == [None] * 8
+        reference, ties = Reference(tiny_model), NearTies(2)
+        for n, stream in enumerate(streams):
+            ties.check(stream.token_ids, reference.greedy(prompt_of(40, seed=n), 600, ignore_eos=True))
+        assert role == "prefill" or all(s.served_by.decode_worker != "decode-0" for s in streams)
         after = Stream(stub, token_request(prompt_of(10), 5))
         assert await after.error() is None
 

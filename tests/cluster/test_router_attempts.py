@@ -10,23 +10,12 @@ from tokenizers import Tokenizer
 from protos import inference_pb2
 from protos.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.worker_pb2 import (
-    DROP_CAUSE_DAMAGED,
-    DROP_CAUSE_DRAINING,
     DROP_CAUSE_ENDED_AT_FIRST_TOKEN,
-    DROP_CAUSE_INTERNAL,
-    DROP_CAUSE_INVALID,
     DROP_CAUSE_PUSH_BROKEN,
-    ROLE_DECODE,
 )
 from tests.cluster.router_bench import PROMPT, both_legs, generate, generating, running_router, token_request
 from tests.cluster.router_fixtures import Cluster
 from tests.cluster.scripted_worker import ScriptedWorker
-
-
-async def error_of(task: asyncio.Task) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await task
-    return caught.value
 
 
 async def test_both_legs_carry_one_identity_and_the_way_to_the_decode_worker(scripted: Cluster) -> None:
@@ -100,16 +89,6 @@ async def test_tokens_that_overtake_token_zero_wait_for_it(scripted: Cluster) ->
         assert (await task).token_ids == [100, 101]
 
 
-async def test_a_token_that_never_comes_is_an_error_and_no_hole(scripted: Cluster) -> None:
-    async with generating(scripted.router, token_request(max_tokens=2)) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
-        d.say_admitted()
-        p.say_prefilled()
-        d.say_tokens(1, [101])
-        d.say_finished()
-        assert (await error_of(task)).code() is grpc.StatusCode.INTERNAL
-
-
 async def test_tokens_beyond_max_tokens_are_not_delivered(scripted: Cluster) -> None:
     async with generating(scripted.router, token_request(max_tokens=2)) as task:
         p, d = await both_legs(scripted.prefill, scripted.decode)
@@ -175,40 +154,6 @@ async def test_a_client_that_hangs_up_while_decoding_cancels_the_decode_leg(scri
     await d.cancel_arrives()
 
 
-@pytest.mark.parametrize(
-    ("cause", "code"),
-    [
-        (DROP_CAUSE_PUSH_BROKEN, grpc.StatusCode.UNAVAILABLE),
-        (DROP_CAUSE_DAMAGED, grpc.StatusCode.UNAVAILABLE),
-        (DROP_CAUSE_DRAINING, grpc.StatusCode.UNAVAILABLE),
-        (DROP_CAUSE_INTERNAL, grpc.StatusCode.INTERNAL),
-        (DROP_CAUSE_INVALID, grpc.StatusCode.INVALID_ARGUMENT),
-    ],
-)
-async def test_what_the_decode_worker_drops_is_one_typed_error_and_cancels_the_prefill_leg(
-    scripted: Cluster, cause: int, code: grpc.StatusCode
-) -> None:
-    async with generating(scripted.router, token_request()) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
-        d.say_dropped(cause, "because d0 says so")
-        error = await error_of(task)
-        await p.cancel_arrives()
-    assert error.code() is code
-    assert "d0" in error.details()
-
-
-@pytest.mark.parametrize("cause", [DROP_CAUSE_DRAINING, DROP_CAUSE_INVALID])
-async def test_a_prefill_worker_that_refuses_ends_the_attempt_and_cancels_the_decode_leg(
-    scripted: Cluster, cause: int
-) -> None:
-    async with generating(scripted.router, token_request()) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
-        p.say_dropped(cause, "p0 takes nothing")
-        error = await error_of(task)
-        await d.cancel_arrives()
-    assert "p0" in error.details()
-
-
 async def test_a_prefill_workers_failure_is_only_a_hint_once_the_hand_off_is_accepted(
     scripted: Cluster,
 ) -> None:
@@ -219,41 +164,6 @@ async def test_a_prefill_workers_failure_is_only_a_hint_once_the_hand_off_is_acc
         d.say_tokens(0, [100, 101])
         d.say_finished()
         assert (await task).token_ids == [100, 101]
-
-
-async def test_a_hint_that_the_decode_worker_never_confirms_ends_the_attempt(scripted: Cluster) -> None:
-    async with generating(scripted.router, token_request()) as task:
-        p, d = await both_legs(scripted.prefill, scripted.decode)
-        p.say_dropped(DROP_CAUSE_PUSH_BROKEN, "d0 cannot be reached")
-        error = await error_of(task)
-        await d.cancel_arrives()
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "d0 cannot be reached" in error.details()
-
-
-async def test_the_death_of_the_decode_worker_ends_its_requests_and_cancels_the_prefill_leg(
-    scripted: Cluster,
-) -> None:
-    async with generating(scripted.router, token_request()) as task:
-        p, _ = await both_legs(scripted.prefill, scripted.decode)
-        p.say_tokens(0, [100])
-        await scripted.decode.die()
-        error = await error_of(task)
-        await p.cancel_arrives()
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "worker d0 died" in error.details()
-
-
-async def test_the_death_of_the_prefill_worker_before_the_hand_off_ends_its_requests(
-    scripted: Cluster,
-) -> None:
-    async with generating(scripted.router, token_request()) as task:
-        _, d = await both_legs(scripted.prefill, scripted.decode)
-        await scripted.prefill.die()
-        d.say_dropped(DROP_CAUSE_PUSH_BROKEN, "the stream ended")
-        error = await error_of(task)
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "p0" in error.details()
 
 
 async def test_the_death_of_the_prefill_worker_after_the_hand_off_disturbs_nobody(
@@ -268,25 +178,6 @@ async def test_the_death_of_the_prefill_worker_after_the_hand_off_disturbs_nobod
         d.say_tokens(1, [101])
         d.say_finished()
         assert (await task).token_ids == [100, 101]
-
-
-async def test_the_death_of_one_worker_does_not_disturb_requests_on_others(
-    tiny_model: Path,
-    scripted_decode: ScriptedWorker,
-) -> None:
-    async with (
-        ScriptedWorker(ROLE_DECODE, "d1") as other,
-        running_router(tiny_model, decode=[scripted_decode, other]) as router,
-        generating(router, token_request(max_tokens=1)) as doomed,
-    ):
-        await scripted_decode.next_leg()
-        async with generating(router, token_request(max_tokens=1)) as spared:
-            leg = await other.next_leg()
-            await scripted_decode.die()
-            assert "worker d0 died" in (await error_of(doomed)).details()
-            leg.say_tokens(0, [100])
-            leg.say_finished()
-            assert (await spared).token_ids == [100]
 
 
 async def test_one_token_is_prefilled_and_decoded_on_the_prefill_worker(scripted: Cluster) -> None:

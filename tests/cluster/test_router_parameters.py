@@ -238,15 +238,6 @@ async def test_a_stop_string_ends_its_sample_and_the_last_one_cancels(
     assert last.usage.completion_tokens == num_tokens <= 2 * len(ids)
 
 
-async def test_the_death_of_a_worker_ends_all_samples(scripted: Cluster) -> None:
-    async with generating(scripted.router, token_request(n=2)) as task:
-        d = await started(scripted)
-        d.say_tokens(0, [100])
-        await scripted.decode.die()
-        with pytest.raises(grpc.aio.AioRpcError, match="worker d0 died"):
-            await task
-
-
 async def test_a_chats_logprobs_are_openais(
     scripted: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
+from router.failover import RetryLimits
 from router.fleet import Fleet, LinkSettings
 from router.generation_service import GenerationService
 from router.grammar import JsonObject, JsonSchema, Regex
@@ -31,7 +32,8 @@ async def door(tiny_model: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The application itself, before a fleet without workers."""
     tokenizer = Tokenizer.load(tiny_model)
     fleet = Fleet(LinkSettings("tiny", 1.0, Plaintext()))
-    service = GenerationService(ModelCard.read(tiny_model, "tiny"), tokenizer, fleet, RouterMetrics(), 0)
+    card = ModelCard.read(tiny_model, "tiny")
+    service = GenerationService(card, tokenizer, fleet, RouterMetrics(), 0, RetryLimits(1, 0))
     transport = httpx.ASGITransport(app=make_http_door(service, HERMES, Doorkeeper(None)))
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client

@@ -16,7 +16,7 @@ from security.channel_security import Plaintext
 def local_attempt(max_tokens: int) -> tuple[Attempt, Callable[[LegEvent], None]]:
     """An attempt on one worker whose session is never run, and the ear it listens with."""
     options = check_sampling(SamplingDraft(max_tokens=max_tokens), 1, Limits(None, None))
-    attempt = Attempt(AttemptId(1, 0, b"secret"), {0: 0}, options, arrival_s=0.0)
+    attempt = Attempt(AttemptId(1, 0, b"secret"), {0: 0}, options, arrival_s=0.0, on_change=list)
     session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     submit.local.SetInParent()
@@ -28,14 +28,14 @@ async def test_tokens_that_nobody_read_come_in_one_piece() -> None:
     attempt, hear = local_attempt(max_tokens=100)
     for index in range(100):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[index]))
-    assert await attempt.next_event() == Tokens(0, 0, tuple(Token(id_) for id_ in range(100)))
+    assert attempt.take() == Tokens(0, 0, tuple(Token(id_) for id_ in range(100)))
 
 
 async def test_what_is_held_for_a_slow_client_is_bounded_by_max_tokens() -> None:
     attempt, hear = local_attempt(max_tokens=10)
     for index in range(1000):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[1, 2, 3]))
-    tokens = await attempt.next_event()
+    tokens = attempt.take()
     assert isinstance(tokens, Tokens) and len(tokens.tokens) == 10
 
 
@@ -43,6 +43,7 @@ async def test_tokens_that_were_said_come_before_the_end() -> None:
     attempt, hear = local_attempt(max_tokens=2)
     hear(worker_pb2.SequenceTokens(index=0, token_ids=[5]))
     hear(worker_pb2.Finished(finish_reason=FINISH_REASON_LENGTH))
-    assert await attempt.next_event() == Tokens(0, 0, (Token(5),))
-    assert await attempt.next_event() == SampleFinished(0, FinishReason.LENGTH)
-    assert await attempt.next_event() is None
+    assert attempt.take() == Tokens(0, 0, (Token(5),))
+    assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
+    assert attempt.take() is None
+    assert attempt.is_decided and attempt.failure is None

@@ -14,6 +14,7 @@ def worker(worker_id: str, **changes: object) -> WorkerSnapshot:
         "epoch": 1,
         "session": f"session-{worker_id}",
         "role": Role.PREFILL if worker_id.startswith("p") else Role.DECODE,
+        "fingerprint": "model",
         "pairing": "model",
         "block_size": 16,
         "capacity_tokens": 4096,

@@ -9,7 +9,7 @@ from protos.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Token
 from router.attempt import Attempt, AttemptEvent
 from router.completion import FinishReason, Token
 from router.completion import TokenLogprobs as Scores
-from router.errors import ErrorCode, RequestError
+from router.errors import ErrorCode
 from router.sample_course import SampleFinished, Tokens, scored_tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
@@ -22,9 +22,8 @@ Hear = Callable[[LegEvent], None]
 def attempt_at(leg: str, first_indices: dict[int, int] | None = None, **sampling) -> tuple[Attempt, Hear]:
     """An attempt with one leg whose session never runs, and the ear it listens with."""
     options = check_sampling(SamplingDraft(**{"max_tokens": 4, **sampling}), 1, Limits(None, None))
-    attempt = Attempt(
-        AttemptId(1, 0, b""), first_indices or dict.fromkeys(range(options.n), 0), options, arrival_s=0.0
-    )
+    indices = first_indices or dict.fromkeys(range(options.n), 0)
+    attempt = Attempt(AttemptId(1, 0, b""), indices, options, arrival_s=0.0, on_change=list)
     session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     getattr(submit, leg).SetInParent()
@@ -40,9 +39,9 @@ def finished(sample: int) -> worker_pb2.Finished:
     return worker_pb2.Finished(sample=sample, finish_reason=FINISH_REASON_LENGTH)
 
 
-async def all_events(attempt: Attempt) -> list[AttemptEvent]:
+def all_events(attempt: Attempt) -> list[AttemptEvent]:
     events = []
-    while (event := await attempt.next_event()) is not None:
+    while (event := attempt.take()) is not None:
         events.append(event)
     return events
 
@@ -54,7 +53,7 @@ async def test_samples_have_tokens_and_ends_of_their_own() -> None:
     hear(said(1, 1, [21]))
     hear(finished(1))
     hear(finished(0))
-    assert await all_events(attempt) == [
+    assert all_events(attempt) == [
         Tokens(1, 0, (Token(20), Token(21))),
         Tokens(0, 0, (Token(10),)),
         SampleFinished(1, FinishReason.LENGTH),
@@ -68,7 +67,7 @@ async def test_no_sample_is_starved_by_one_that_always_has_tokens() -> None:
     for index in range(4):
         hear(said(0, index, [1]))
         hear(said(1, index, [2]))
-        event = await attempt.next_event()
+        event = attempt.take()
         assert isinstance(event, Tokens)
         samples.append(event.sample)
     assert samples == [0, 1, 0, 1]
@@ -78,10 +77,10 @@ async def test_the_end_of_one_sample_does_not_wait_for_the_others() -> None:
     attempt, hear = attempt_at("local", n=2)
     hear(said(0, 0, [10]))
     hear(finished(0))
-    assert await attempt.next_event() == Tokens(0, 0, (Token(10),))
-    assert await attempt.next_event() == SampleFinished(0, FinishReason.LENGTH)
+    assert attempt.take() == Tokens(0, 0, (Token(10),))
+    assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
     hear(said(1, 0, [20]))
-    assert await attempt.next_event() == Tokens(1, 0, (Token(20),))
+    assert attempt.take() == Tokens(1, 0, (Token(20),))
 
 
 async def test_an_abandoned_sample_is_not_heard_any_more() -> None:
@@ -91,7 +90,7 @@ async def test_an_abandoned_sample_is_not_heard_any_more() -> None:
     hear(finished(0))
     hear(said(1, 0, [20]))
     hear(finished(1))
-    assert await all_events(attempt) == [
+    assert all_events(attempt) == [
         Tokens(1, 0, (Token(20),)),
         SampleFinished(1, FinishReason.LENGTH),
     ]
@@ -101,7 +100,7 @@ async def test_the_last_abandoned_sample_ends_the_attempt() -> None:
     attempt, hear = attempt_at("decode", n=2)
     hear(finished(1))
     attempt.abandon(0)
-    assert await all_events(attempt) == [SampleFinished(1, FinishReason.LENGTH)]
+    assert all_events(attempt) == [SampleFinished(1, FinishReason.LENGTH)]
 
 
 async def test_what_is_said_of_an_unknown_sample_is_ignored() -> None:
@@ -110,14 +109,14 @@ async def test_what_is_said_of_an_unknown_sample_is_ignored() -> None:
     hear(finished(3))
     hear(said(0, 0, [11]))
     hear(finished(0))
-    assert await all_events(attempt) == [Tokens(0, 0, (Token(11),)), SampleFinished(0, FinishReason.LENGTH)]
+    assert all_events(attempt) == [Tokens(0, 0, (Token(11),)), SampleFinished(0, FinishReason.LENGTH)]
 
 
 async def test_a_sample_can_go_on_by_itself_from_its_tokens() -> None:
     attempt, hear = attempt_at("local", first_indices={2: 2})
     hear(said(2, 1, [1, 2, 3]))
     hear(finished(2))
-    assert await all_events(attempt) == [
+    assert all_events(attempt) == [
         Tokens(2, 2, (Token(2), Token(3))),
         SampleFinished(2, FinishReason.LENGTH),
     ]
@@ -134,7 +133,7 @@ async def test_a_token_without_its_log_probability_waits_for_who_knows_it() -> N
     hear(said(0, 0, [10]))
     hear(worker_pb2.SequenceTokens(index=1, token_ids=[11], logprobs=[scored(-2, [(9, -1)])]))
     hear(worker_pb2.SequenceTokens(index=0, token_ids=[10], logprobs=[scored(-0.5, [(10, -0.5)])]))
-    assert await attempt.next_event() == Tokens(
+    assert attempt.take() == Tokens(
         0, 0, (Token(10, Scores(-0.5, ((10, -0.5),))), Token(11, Scores(-2, ((9, -1),))))
     )
 
@@ -143,9 +142,8 @@ async def test_a_log_probability_that_never_comes_is_an_error() -> None:
     attempt, hear = attempt_at("local", logprobs=1)
     hear(said(0, 0, [10]))
     hear(finished(0))
-    with pytest.raises(RequestError) as caught:
-        await attempt.next_event()
-    assert caught.value.code is ErrorCode.INTERNAL
+    assert attempt.take() is None
+    assert attempt.failure is not None and attempt.failure.error.code is ErrorCode.INTERNAL
 
 
 async def test_the_prompts_log_probabilities_come_before_any_token() -> None:
@@ -154,7 +152,7 @@ async def test_the_prompts_log_probabilities_come_before_any_token() -> None:
     prompt = worker_pb2.PromptLogprobs(tokens=[TokenLogprobs(), scored(-1)])
     hear(prompt)
     hear(finished(0))
-    assert await all_events(attempt) == [
+    assert all_events(attempt) == [
         prompt,
         Tokens(0, 0, (Token(10),)),
         SampleFinished(0, FinishReason.LENGTH),
@@ -165,8 +163,8 @@ async def test_prompt_log_probabilities_that_never_come_are_an_error() -> None:
     attempt, hear = attempt_at("local", prompt_logprobs=0)
     hear(said(0, 0, [10]))
     hear(finished(0))
-    with pytest.raises(RequestError, match="prompt"):
-        await attempt.next_event()
+    assert attempt.take() is None
+    assert attempt.failure is not None and "prompt" in attempt.failure.error.message
 
 
 def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
@@ -186,10 +184,9 @@ def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
 async def test_a_refusal_names_the_field_that_its_detail_begins_with(detail: str, field: str | None) -> None:
     attempt, hear = attempt_at("local")
     hear(worker_pb2.Dropped(cause=worker_pb2.DROP_CAUSE_INVALID, detail=detail))
-    with pytest.raises(RequestError) as caught:
-        await attempt.next_event()
-    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
-    assert caught.value.field == field
+    assert attempt.failure is not None and attempt.failure.is_final
+    assert attempt.failure.error.code is ErrorCode.INVALID_ARGUMENT
+    assert attempt.failure.error.field == field
 
 
 async def test_cached_tokens_are_those_of_the_worker_that_prefilled() -> None:
@@ -198,4 +195,4 @@ async def test_cached_tokens_are_those_of_the_worker_that_prefilled() -> None:
     assert attempt.cached_tokens == 32
     decoding, hear = attempt_at("decode")
     hear(worker_pb2.Finished(finish_reason=FINISH_REASON_STOP, cached_tokens=48))
-    assert decoding.cached_tokens == 0
+    assert decoding.cached_tokens is None
