@@ -1,5 +1,7 @@
 """What a worker can be told."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from engine.config import EngineConfig
@@ -24,11 +26,25 @@ class WorkerConfig(EngineConfig):
     drain_limit_s: float = Field(
         default=60.0, ge=0, description="After SIGTERM: how long running requests may take to finish."
     )
+    kv_transport: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
+        default="auto",
+        description="How KV goes to and from other workers: auto takes shm on one machine, else grpc. "
+        "Another name forces that one; a pair that cannot use it is refused when it connects.",
+    )
+    kv_slots: int = Field(
+        default=16,
+        ge=1,
+        description="Slots that a sender writes KV frames into, for each worker that it hands off to by "
+        "another way than grpc. Slots times their size bound that pair's staging memory.",
+    )
+    kv_slot_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096, description="Size of a slot.")
     frame_credits: int = Field(
         default=16,
         ge=1,
         description="KV frames of one hand-off that may be under way: bounds the staging memory.",
     )
     max_frame_bytes: int = Field(
-        default=4 << 20, ge=4096, description="Largest KV frame that is received: bounds the staging memory."
+        default=(4 << 20) + 4096,
+        ge=4096,
+        description="Largest KV frame that is received: bounds the staging memory.",
     )

@@ -14,10 +14,12 @@ from prometheus_client import start_http_server
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
 from engine.loading import load_engine
+from kv_transfer.bulk import SlotTerms
 from kv_transfer.compatibility import layout_to_proto
 from kv_transfer.messages import Grant
 from kv_transfer.peers import PeerPool
 from kv_transfer.servicer import KvTransferService
+from kv_transfer.transport_choice import transports_for
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from worker.config import WorkerConfig
 from worker.decode_leg import DecodeDoor, DecodeLeg
@@ -96,7 +98,11 @@ class WorkerServer:
             max_model_len=engine.limits.max_model_len,
             num_blocks=engine.load().num_blocks,
         )
-        self._peers = PeerPool(self.layout, self.worker_id, self.epoch)
+        self._transports = transports_for(
+            self.config.kv_transport,
+            SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),
+        )
+        self._peers = PeerPool(self.layout, self.worker_id, self.epoch, transports=self._transports)
         factories = {"local": self._local_leg, "prefill": self._prefill_leg, "decode": self._decode_leg}
         self.service = SessionService(self.description, self.engine, self.legs, factories, self._load_report)
         try:
@@ -143,7 +149,14 @@ class WorkerServer:
     def _transfer_service(self) -> KvTransferService:
         door = DecodeDoor(self.epoch, self.service.sessions, self.legs)
         terms = Grant(self.config.frame_credits, self.config.max_frame_bytes)
-        return KvTransferService(door, self.layout, terms, worker_id=self.worker_id, epoch=self.epoch)
+        return KvTransferService(
+            door,
+            self.layout,
+            terms,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            transports=self._transports,
+        )
 
     def _local_leg(self, assignment: Assignment) -> LocalLeg:
         return LocalLeg(assignment, engine_request(assignment), self.engine, self.grammars)

@@ -16,10 +16,10 @@ from kv_transfer.sender import Closed
 from kv_transfer.transport_choice import Transports
 from protos import kv_pb2, kv_pb2_grpc
 from tests.transfer.conftest import EPOCH, SESSION, Receiver, Wire
-from tests.transfer.damage import damage_frames
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.sinks import MemorySink
+from tests.transfer.tampering import Tampering
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ async def test_after_a_complete_commit_the_sequence_runs(wire: Wire, proxy: Prox
 
 async def test_a_flipped_bit_is_found_and_told_to_both_sides(wire: Wire, proxy: Proxy) -> None:
     """Conformance 18."""
-    damage_frames(proxy)
+    Tampering(proxy).damage()
     scene = await reach(wire, granted)
     wire.offer_all(scene.outbound)
     sent, received = await end_of(scene)

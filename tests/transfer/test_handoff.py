@@ -10,9 +10,9 @@ from kv_transfer.peers import PeerPool
 from kv_transfer.sender import Closed
 from kv_transfer.transport_choice import Transports
 from tests.transfer.conftest import SESSION, Receiver, Wire
-from tests.transfer.damage import forge_frames
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
+from tests.transfer.tampering import Tampering
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 40])
@@ -111,7 +111,7 @@ async def test_a_hand_off_that_ends_at_its_first_token_says_so(wire: Wire) -> No
 
 async def test_an_altered_and_resealed_frame_is_believed(wire: Wire, proxy: Proxy) -> None:
     """What comes over the wire is what the receiver's pages hold: no other way leads there."""
-    forge_frames(proxy)
+    Tampering(proxy).forge()
     sink = await wire.submit()
     assert await wire.hand_off() == Accepted(wire.prompt.kv_bytes)
     assert not wire.prompt.equals(sink.kv)
