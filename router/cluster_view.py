@@ -30,8 +30,10 @@ class WorkerSnapshot:
         fingerprint: of the model: workers with equal ones write the same text.
         pairing: equal on two workers that can hand KV to each other (model fingerprint, dtype, block size).
         capacity_tokens: the longest sequence that it can hold, prompt and generated tokens together.
+        token_bytes: of one token's K and V.
         free_blocks, num_running, num_waiting, waiting_prompt_tokens: of its last load report, with what
             this router has sent since.
+        step_s, prefill_tokens_per_s: medians over its recent steps; 0 before the first.
     """
 
     address: str
@@ -43,10 +45,14 @@ class WorkerSnapshot:
     pairing: str
     block_size: int
     capacity_tokens: int
+    token_bytes: int
+    num_blocks: int
     free_blocks: int
     num_running: int
     num_waiting: int
     waiting_prompt_tokens: int
+    step_s: float
+    prefill_tokens_per_s: float
     draining: bool
 
 

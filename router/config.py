@@ -47,7 +47,34 @@ class RouterConfig(BaseModel):
     local_prefill_tokens: int = Field(
         default=0,
         ge=0,
-        description="A prompt of at most this many tokens is prefilled where it decodes: no hand-off.",
+        description="A prompt of which the decode worker lacks at most this many tokens is always prefilled "
+        "there: no hand-off.",
+    )
+    decode_prefill_tokens: int = Field(
+        default=128,
+        ge=0,
+        description="A prompt of which a decode worker has cached most and lacks at most this many tokens is "
+        "prefilled there if that costs least.",
+    )
+    loaded_prefill_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="While a prompt would wait longer than this for a prefill worker, decode workers prefill "
+        "too where that costs less.",
+    )
+    max_expected_ttft_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="A request whose first token is expected later than this is refused at once.",
+    )
+    max_queued_requests: int = Field(
+        default=1024, ge=1, description="Requests that may wait in the router; more are refused at once."
+    )
+    max_inflight_prompt_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="Prompt tokens that this router lets one worker have before it. Other requests wait in "
+        "the router, where their order can still change.",
     )
     tool_call_format: ToolCallFormat = Field(
         default="auto",

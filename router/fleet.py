@@ -5,9 +5,10 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.cluster_view import LinkState, Role, WorkerSnapshot, WorkerStatus
+from router.observations import Observations
 from router.worker_directory import Joined, Left, WorkerDirectory
 from router.worker_session import WorkerRefused, WorkerSession, role_of
 from security.channel_security import ChannelSecurity
@@ -25,6 +26,7 @@ class LinkSettings:
     model: str
     stall_limit_s: float
     security: ChannelSecurity
+    observations: Observations = field(default_factory=Observations)
 
 
 class WorkerLink:
@@ -73,7 +75,13 @@ class WorkerLink:
     async def _hold_session(self) -> bool:
         """One session from start to end. Says whether it ever got as far as a description."""
         settings = self._settings
-        session = WorkerSession(self.address, settings.model, settings.stall_limit_s, settings.security)
+        session = WorkerSession(
+            self.address,
+            settings.model,
+            settings.stall_limit_s,
+            settings.security,
+            settings.observations,
+        )
         self.session = session
         try:
             reason = await session.run(self._on_heard)
@@ -114,6 +122,7 @@ class Fleet:
     """All links, and the numbers of the attempts that run over them."""
 
     def __init__(self, settings: LinkSettings) -> None:
+        self.observations = settings.observations
         self._settings = settings
         self._links: dict[str, WorkerLink] = {}
         self._numbers = itertools.count(1)

@@ -51,6 +51,7 @@ class RequestDraft:
         model: empty: the one that is served.
         markup: special tokens that stay in the text.
         api_key: the client's.
+        priority: requests with a lower one go to the workers earlier.
         arrival_s: on `time.monotonic`'s clock; `arrival_unix_s` is the same moment since the epoch.
     """
 
@@ -62,6 +63,7 @@ class RequestDraft:
     markup: tuple[str, ...] = ()
     cache_salt: str = ""
     api_key: ApiKey = ANONYMOUS
+    priority: int = 0
     arrival_s: float
     arrival_unix_s: float
 

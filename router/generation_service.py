@@ -2,13 +2,18 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from router.admission import Admission, Claim
+from router.body_budget import BodyBudget
 from router.cluster_view import Role, WorkerStatus
 from router.completion import End, Output, Piece
+from router.decision_log import MAX_DECISIONS
 from router.errors import ErrorCode, RequestError, unavailable
+from router.explanation import Explanation, explain_now, explain_recorded
 from router.failover import RetryLimits
 from router.fleet import Fleet, count_ready, max_model_len
 from router.generation_request import (
@@ -24,6 +29,7 @@ from router.generation_request import (
 from router.key_quota import KeyQuota
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
+from router.placer import Placer
 from router.request_run import RequestRun
 from router.sampling_options import Limits, check_sampling
 from router.tokenizer import Tokenizer
@@ -42,15 +48,18 @@ class GenerationService:
         tokenizer: Tokenizer,
         fleet: Fleet,
         metrics: RouterMetrics,
-        local_prefill_tokens: int,
+        placer: Placer,
+        admission: Admission,
         retry_limits: RetryLimits,
     ) -> None:
         self.card = card
         self.draining = False
         self.tokenizer = tokenizer
+        self.bodies = BodyBudget()
         self._fleet = fleet
         self._metrics = metrics
-        self._local_prefill_tokens = local_prefill_tokens
+        self._placer = placer
+        self._admission = admission
         self._retry_limits = retry_limits
         self._quota = KeyQuota()
         self._num_running = 0
@@ -77,6 +86,8 @@ class GenerationService:
         workers = self._fleet.snapshot()
         for role in Role:
             self._metrics.workers.labels(role.value).set(count_ready(workers, role))
+        self._metrics.queued.set(self._admission.num_queued)
+        self._metrics.expected_ttft.set(self._admission.expected_ttft_s(Claim("", 0, 1)))
         return self._metrics.exposition()
 
     async def idle(self) -> None:
@@ -115,19 +126,49 @@ class GenerationService:
         with self._quota.request(draft.api_key) as spending:
             request = await self._check(draft)
             spending.charge(len(request.prompt))
+            ticket = await self._admission.enter(self._claim(draft, request))
             run = RequestRun(
-                request,
-                self._fleet,
-                self.tokenizer,
-                self._metrics,
-                self._local_prefill_tokens,
-                self._retry_limits,
+                request, self._fleet, self.tokenizer, self._metrics, self._placer, self._retry_limits
             )
-            async with aclosing(run.outputs()) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Piece):
-                        spending.charge(len(output.tokens))
-                    yield output
+            try:
+                async with aclosing(run.outputs()) as outputs:
+                    async for output in outputs:
+                        if isinstance(output, Piece):
+                            spending.charge(len(output.tokens))
+                            ticket.generated(len(output.tokens))
+                        yield output
+            finally:
+                ticket.leave()
+
+    def _claim(self, draft: RequestDraft, request: GenerationRequest) -> Claim:
+        return Claim(draft.api_key.name, draft.priority, self._placer.uncached_tokens(request))
+
+    async def explain(self, draft: RequestDraft) -> Explanation:
+        """Where the request would go now. It does not run.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT or NOT_FOUND.
+        """
+        request = await self._check(draft)
+        decision = self._placer.decide(self._fleet.snapshot(), request)
+        expected_s = self._admission.expected_ttft_s(self._claim(draft, request))
+        return explain_now(
+            draft.request_id, len(request.prompt), decision, None if math.isinf(expected_s) else expected_s
+        )
+
+    def explain_past(self, request_id: str) -> list[Explanation]:
+        """Where every attempt at a request went, of those that are remembered.
+
+        Raises:
+            RequestError: NOT_FOUND, none is.
+        """
+        recorded = self._placer.log.of(request_id)
+        if not recorded:
+            raise RequestError(
+                ErrorCode.NOT_FOUND,
+                f"{request_id!r} is not among the last {MAX_DECISIONS} requests that were placed here",
+            )
+        return [explain_recorded(each) for each in recorded]
 
     async def _check(self, draft: RequestDraft) -> GenerationRequest:
         if draft.model not in ("", self.card.name):

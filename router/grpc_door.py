@@ -46,17 +46,23 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: ServicerContext,
     ) -> None:
-        arrival_s, arrival_unix_s = time.monotonic(), time.time()
         request_id = request.request_id[:MAX_REQUEST_ID_CHARS] or f"req-{uuid.uuid4().hex}"
         try:
-            async with _deadline(context):
-                api_key = self._doorkeeper.admit(authorization_of(context.invocation_metadata()))
-                draft = _draft(request, request_id, api_key, arrival_s, arrival_unix_s)
-                async with aclosing(self._service.generate(draft)) as outputs:
-                    async for output in outputs:
-                        await context.write(_response(request_id, output))
+            with self._service.bodies.hold(request.ByteSize()):
+                async with _deadline(context):
+                    await self._answer(request, request_id, context)
         except RequestError as error:
             await abort(context, error, request_id)
+
+    async def _answer(
+        self, request: inference_pb2.GenerateRequest, request_id: str, context: ServicerContext
+    ) -> None:
+        arrival_s, arrival_unix_s = time.monotonic(), time.time()
+        api_key = self._doorkeeper.admit(authorization_of(context.invocation_metadata()))
+        draft = _draft(request, request_id, api_key, arrival_s, arrival_unix_s)
+        async with aclosing(self._service.generate(draft)) as outputs:
+            async for output in outputs:
+                await context.write(_response(request_id, output))
 
     async def ListModels(
         self,
@@ -93,6 +99,7 @@ def _draft(
         stop=tuple(request.stop),
         cache_salt=request.cache_salt,
         api_key=api_key,
+        priority=request.priority,
         arrival_s=arrival_s,
         arrival_unix_s=arrival_unix_s,
     )

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from router.api_keys import ApiKey
+from router.body_budget import HttpBodies
 from router.doorkeeper import Doorkeeper
 from router.errors import ErrorCode, RequestError, openai_body
 from router.generation_request import ChatPrompt, RequestDraft
@@ -19,6 +20,7 @@ from router.http_keys import HttpKeys, api_key_of
 from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
+from router.strict_body import StrictBody, parse
 from router.tool_style import CallPlan, ToolStyle, plan_calls
 
 MAX_BODY_BYTES = 16 << 20
@@ -34,6 +36,8 @@ def make_http_door(
         tool_style: how the model writes calls. None: not known.
     """
     door = FastAPI(title="Baton", openapi_url=None)
+    door.add_middleware(HttpBodies, budget=service.bodies)
+    # The last one added is the outermost.
     door.add_middleware(HttpKeys, doorkeeper=doorkeeper)
 
     @door.post("/v1/chat/completions")
@@ -76,6 +80,16 @@ def make_http_door(
     async def workers() -> Response:
         return JSONResponse([dataclasses.asdict(status) for status in service.worker_statuses()])
 
+    @door.post("/explain")
+    async def explain(request: Request) -> Response:
+        asked = _Asked.now(request)
+        explanation = await service.explain(asked.either(await _read_body(request), tool_style))
+        return JSONResponse(dataclasses.asdict(explanation))
+
+    @door.get("/explain/{request_id}")
+    async def explain_past(request_id: str) -> Response:
+        return JSONResponse([dataclasses.asdict(each) for each in service.explain_past(request_id)])
+
     @door.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
         return error_response(error)
@@ -110,6 +124,13 @@ class _Asked:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         return cls(request_id, api_key_of(request), time.monotonic(), time.time())
 
+    def either(self, text: bytes, tool_style: ToolStyle | None) -> RequestDraft:
+        """Of the body of a chat or of a completion."""
+        if parse(_Kind, text).messages is None:
+            return self.completion(read_completion(text))
+        body = read_chat(text)
+        return self.chat(body, plan_calls(body.tool_use(), tool_style))
+
     def completion(self, body: CompletionRequest) -> RequestDraft:
         return RequestDraft(
             request_id=self.request_id,
@@ -119,6 +140,7 @@ class _Asked:
             stop=body.stops(),
             cache_salt=body.cache_salt or "",
             api_key=self.api_key,
+            priority=body.priority or 0,
             arrival_s=self.arrival_s,
             arrival_unix_s=self.arrival_unix_s,
         )
@@ -133,9 +155,16 @@ class _Asked:
             markup=plan.markup,
             cache_salt=body.cache_salt or "",
             api_key=self.api_key,
+            priority=body.priority or 0,
             arrival_s=self.arrival_s,
             arrival_unix_s=self.arrival_unix_s,
         )
+
+
+class _Kind(StrictBody):
+    """Tells a chat from a completion."""
+
+    messages: object = None
 
 
 async def _read_body(request: Request) -> bytes:

@@ -71,6 +71,23 @@ class RouterMetrics:
             ("cause",),
             registry=registry,
         )
+        self._placements = Counter(
+            "baton_placements",
+            "Attempts by where they went: a pair, or one worker alone.",
+            ("kind",),
+            registry=registry,
+        )
+        self._refusals = Counter(
+            "baton_admission_refusals", "Requests that were refused at once.", ("reason",), registry=registry
+        )
+        self.queued = Gauge(
+            "baton_num_requests_waiting", "Requests that wait in the router.", registry=registry
+        )
+        self.expected_ttft = Gauge(
+            "baton_expected_time_to_first_token_seconds",
+            "What a short prompt would wait now.",
+            registry=registry,
+        )
         self.workers = Gauge(
             "baton_workers_ready", "Workers that take new requests.", ("role",), registry=registry
         )
@@ -90,6 +107,14 @@ class RouterMetrics:
     def retried(self, cause: str) -> None:
         """An attempt failed for `cause`, and another one follows."""
         self._retries.labels(cause).inc()
+
+    def placed(self, kind: str) -> None:
+        """An attempt was placed."""
+        self._placements.labels(kind).inc()
+
+    def refused(self, reason: str) -> None:
+        """Admission refused a request."""
+        self._refusals.labels(reason).inc()
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""

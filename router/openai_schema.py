@@ -113,6 +113,7 @@ class _Generation(StrictBody):
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: object = None
     include_stop_str_in_output: object = None
     allowed_token_ids: object = None

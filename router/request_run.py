@@ -14,7 +14,8 @@ from router.failure import Failure
 from router.fleet import Fleet
 from router.generation_request import GenerationRequest
 from router.metrics import RouterMetrics
-from router.placement import Placement, place
+from router.placement import Placement
+from router.placer import Placer
 from router.sample_course import SampleFinished, Tokens, scored_tokens
 from router.sample_group import SampleGroup
 from router.sample_run import SampleRun
@@ -34,13 +35,13 @@ class RequestRun:
         fleet: Fleet,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
-        local_prefill_tokens: int,
+        placer: Placer,
         retry_limits: RetryLimits,
     ) -> None:
         self._request = request
         self._fleet = fleet
         self._metrics = metrics
-        self._local_prefill_tokens = local_prefill_tokens
+        self._placer = placer
         self._retry_limits = retry_limits
         seed = request.sampling.seed
         self._seed = secrets.randbits(64) if seed is None else seed
@@ -101,15 +102,9 @@ class RequestRun:
         self._begin(group, placement, self._request.arrival_s)
 
     def _place(self, group: SampleGroup) -> Placement | None:
-        request = self._request
         fingerprint = self._fingerprint if self._has_token else None
         for workers in choices(self._fleet.snapshot(), group.history, fingerprint):
-            placement = place(
-                workers,
-                num_prompt_tokens=len(request.prompt) + group.num_generated,
-                max_tokens=request.sampling.max_tokens - group.num_generated,
-                local_prefill_tokens=self._local_prefill_tokens,
-            )
+            placement = self._placer.place(workers, self._request, group.samples[0].generated)
             if placement is not None:
                 return placement
         return None

@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from random import Random
 
 import grpc
 import uvicorn
@@ -14,6 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from protos import inference_pb2, inference_pb2_grpc
+from router.admission import Admission, AdmissionRules, Capacity
 from router.api_keys import KeyRing
 from router.config import RouterConfig
 from router.door_tls import DoorTls
@@ -26,6 +28,8 @@ from router.grpc_keys import GrpcKeys
 from router.http_door import MAX_BODY_BYTES, make_http_door
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
+from router.placement import PlacementRules
+from router.placer import Placer
 from router.tokenizer import Tokenizer
 from router.tool_style import choose_tool_style
 from router.worker_directory import WorkerDirectory
@@ -86,12 +90,18 @@ class RouterServer:
         self._config = config
         self._tokenizer = tokenizer
         self._directory = directory
+        metrics = RouterMetrics()
+        placer = Placer(self.fleet, _placement_rules(config), metrics, Random())
+        self._admission = Admission(
+            _admission_rules(config), lambda: Capacity.of(self.fleet.snapshot()), metrics.refused
+        )
         self._service = GenerationService(
             card,
             tokenizer,
             self.fleet,
-            RouterMetrics(),
-            config.local_prefill_tokens,
+            metrics,
+            placer,
+            self._admission,
             RetryLimits(config.max_attempts, config.rejoin_limit_s),
         )
         tool_style = choose_tool_style(config.tool_call_format, tokenizer.tool_template, tokenizer.has_token)
@@ -148,13 +158,14 @@ class RouterServer:
         """Owns every task of the router until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.fleet.run(self._directory), name="fleet")
-            group.create_task(self._watch_health(), name="health")
+            group.create_task(self._watch_workers(), name="watch workers")
             group.create_task(self._http.serve(sockets=[http_socket]), name="http")
 
-    async def _watch_health(self) -> None:
+    async def _watch_workers(self) -> None:
         seen = 0
         while True:
             seen = await self.fleet.next_change(seen)
+            self._admission.advance()
             await self._report_health()
 
     async def _report_health(self) -> None:
@@ -192,6 +203,22 @@ class RouterServer:
             self._main.cancel()
             await asyncio.wait({self._main})
         self._tokenizer.close()
+
+
+def _placement_rules(config: RouterConfig) -> PlacementRules:
+    return PlacementRules(
+        local_prefill_tokens=config.local_prefill_tokens,
+        decode_prefill_tokens=config.decode_prefill_tokens,
+        loaded_prefill_s=config.loaded_prefill_s,
+    )
+
+
+def _admission_rules(config: RouterConfig) -> AdmissionRules:
+    return AdmissionRules(
+        max_expected_ttft_s=config.max_expected_ttft_s,
+        max_queued_requests=config.max_queued_requests,
+        max_inflight_prompt_tokens=config.max_inflight_prompt_tokens,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 import grpc
 
-from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
+from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from router.cluster_view import Role, WorkerSnapshot
+from router.observations import Observations
 from security.channel_security import ChannelSecurity
 
 logger = logging.getLogger(__name__)
 
 # Messages that wait for a worker to read them: beyond it the worker counts as lost.
 OUTBOX_MESSAGES = 4096
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 _CHANNEL_OPTIONS = [
     # A new connection for every session, whatever became of the last one.
@@ -62,11 +65,19 @@ class WorkerSession:
     Everything that the worker says is dispatched at once, in order: the reader never waits for anybody.
     """
 
-    def __init__(self, address: str, model: str, stall_limit_s: float, security: ChannelSecurity) -> None:
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        stall_limit_s: float,
+        security: ChannelSecurity,
+        observations: Observations,
+    ) -> None:
         """
         Args:
             model: that the worker must serve.
             stall_limit_s: a worker silent for longer loses the session.
+            observations: told of the worker's cache and of its hand-offs.
         """
         self.id = secrets.token_hex(16)
         self.address = address
@@ -76,8 +87,11 @@ class WorkerSession:
         self._model = model
         self._stall_limit_s = stall_limit_s
         self._security = security
+        self._observations = observations
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue(OUTBOX_MESSAGES)
         self._listeners: dict[int, LegListener] = {}
+        # To whom the prefill legs hand off: the decode workers' ids.
+        self._receivers: dict[int, str] = {}
         self._sent = _SentSinceReport()
         self._silence: asyncio.Timeout | None = None
         self._end_reason: str | None = None
@@ -108,6 +122,7 @@ class WorkerSession:
             raise
         finally:
             self._end_reason = reason
+            self._observations.prefixes.forget(self.id)
             listeners, self._listeners = self._listeners, {}
             for listener in listeners.values():
                 listener(SessionLost(reason))
@@ -149,6 +164,9 @@ class WorkerSession:
                 self.load = message.load
                 self._sent = _SentSinceReport()
                 on_change()
+            case "cache":
+                if not self._observations.prefixes.hear(self.id, message.cache):
+                    self._send(worker_pb2.RouterMessage(cache_query=worker_pb2.CacheQuery()))
             case "description":
                 self._accept(message.description)
                 on_change()
@@ -166,6 +184,8 @@ class WorkerSession:
         self.description = description
 
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
+        for prefilled in step.prefilled:
+            self._observe_handoff(prefilled)
         # Tokens before the event that ends their attempt.
         told = (step.prompt_logprobs, step.tokens, step.admitted, step.prefilled, step.finished, step.dropped)
         for events in told:
@@ -174,6 +194,17 @@ class WorkerSession:
                 if listener is not None:
                     listener(event)
 
+    def _observe_handoff(self, event: worker_pb2.Prefilled) -> None:
+        receiver = self._receivers.get(event.attempt.number)
+        if receiver is not None and self.description is not None:
+            sender = self.description.worker_id
+            self._observations.links.measured(sender, receiver, event.kv_bytes, event.transfer_s)
+
+    def expect(self, *, prompt_tokens: int, blocks: int) -> None:
+        """What a submission that follows at once will take of the worker, until its next report tells."""
+        self._sent.prompt_tokens += prompt_tokens
+        self._sent.blocks += blocks
+
     def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
         """Queues a submission; `listener` hears all of the attempt until `release` or `cancel`.
 
@@ -181,23 +212,25 @@ class WorkerSession:
         """
         self._listeners[submit.attempt.number] = listener
         self._sent.sequences += 1
-        if submit.WhichOneof("leg") != "decode":
-            self._sent.prompt_tokens += len(submit.prompt_token_ids) + len(submit.generated_token_ids)
-        if submit.WhichOneof("leg") != "prefill" and self.description is not None:
-            tokens = len(submit.prompt_token_ids) + submit.sampling.n * submit.sampling.max_tokens
-            self._sent.blocks += -(-tokens // max(1, self.description.layout.block_size))
+        if submit.WhichOneof("leg") == "prefill":
+            self._receivers[submit.attempt.number] = submit.prefill.decode_worker_id
         self._send(worker_pb2.RouterMessage(submit=submit))
 
     def cancel(self, attempt: worker_pb2.Attempt) -> None:
         """Ends an attempt on the worker. Nothing more is heard of it."""
-        if self._listeners.pop(attempt.number, None) is not None:
+        if self._forget(attempt.number):
             self._send(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(attempt=attempt)))
             self._end_if_retired()
 
     def release(self, number: int) -> None:
         """The worker has ended the attempt: nothing more is heard of it."""
-        if self._listeners.pop(number, None) is not None:
+        if self._forget(number):
             self._end_if_retired()
+
+    def _forget(self, number: int) -> bool:
+        """False: it is forgotten already."""
+        self._receivers.pop(number, None)
+        return self._listeners.pop(number, None) is not None
 
     def retire(self) -> None:
         """Ends the session as soon as no attempt is left in it."""
@@ -238,13 +271,25 @@ class WorkerSession:
             pairing=f"{layout.model_fingerprint}/{layout.dtype}/{layout.block_size}",
             block_size=layout.block_size,
             capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),
+            token_bytes=_token_bytes(layout),
+            num_blocks=load.num_blocks,
             free_blocks=load.free_blocks - self._sent.blocks,
             num_running=load.num_running,
             num_waiting=load.num_waiting + self._sent.sequences,
             waiting_prompt_tokens=load.waiting_prompt_tokens + self._sent.prompt_tokens,
+            step_s=load.step_s,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
             draining=load.draining or self._retiring,
         )
 
 
 def role_of(description: worker_pb2.WorkerDescription) -> Role:
     return Role.PREFILL if description.role == worker_pb2.ROLE_PREFILL else Role.DECODE
+
+
+def _token_bytes(layout: kv_pb2.KvLayout) -> int:
+    return sum(
+        tensor.num_heads * tensor.head_dim * _DTYPE_BYTES.get(tensor.dtype or layout.dtype, 4)
+        for layer in layout.layers
+        for tensor in layer.tensors
+    )

@@ -3,12 +3,14 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.admission import Admission, AdmissionRules, Capacity
 from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
 from router.failover import RetryLimits
@@ -19,6 +21,8 @@ from router.http_door import make_http_door
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
+from router.placement import PlacementRules
+from router.placer import Placer
 from router.tokenizer import Tokenizer
 from router.tool_style import HERMES
 from security.channel_security import Plaintext
@@ -33,7 +37,10 @@ async def door(tiny_model: Path) -> AsyncIterator[httpx.AsyncClient]:
     tokenizer = Tokenizer.load(tiny_model)
     fleet = Fleet(LinkSettings("tiny", 1.0, Plaintext()))
     card = ModelCard.read(tiny_model, "tiny")
-    service = GenerationService(card, tokenizer, fleet, RouterMetrics(), 0, RetryLimits(1, 0))
+    metrics = RouterMetrics()
+    placer = Placer(fleet, PlacementRules(), metrics, Random(0))
+    admission = Admission(AdmissionRules(), lambda: Capacity(0, 0.0, 0), metrics.refused)
+    service = GenerationService(card, tokenizer, fleet, metrics, placer, admission, RetryLimits(1, 0))
     transport = httpx.ASGITransport(app=make_http_door(service, HERMES, Doorkeeper(None)))
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client

@@ -6,6 +6,7 @@ from protos import worker_pb2
 from protos.inference_pb2 import FINISH_REASON_LENGTH
 from router.attempt import Attempt
 from router.completion import FinishReason, Token
+from router.observations import Observations
 from router.sample_course import SampleFinished, Tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
@@ -17,7 +18,7 @@ def local_attempt(max_tokens: int) -> tuple[Attempt, Callable[[LegEvent], None]]
     """An attempt on one worker whose session is never run, and the ear it listens with."""
     options = check_sampling(SamplingDraft(max_tokens=max_tokens), 1, Limits(None, None))
     attempt = Attempt(AttemptId(1, 0, b"secret"), {0: 0}, options, arrival_s=0.0, on_change=list)
-    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
+    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext(), Observations())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     submit.local.SetInParent()
     attempt.submit([(session, "d0", submit)])

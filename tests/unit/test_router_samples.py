@@ -10,6 +10,7 @@ from router.attempt import Attempt, AttemptEvent
 from router.completion import FinishReason, Token
 from router.completion import TokenLogprobs as Scores
 from router.errors import ErrorCode
+from router.observations import Observations
 from router.sample_course import SampleFinished, Tokens, scored_tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
 from router.submission import AttemptId
@@ -24,7 +25,7 @@ def attempt_at(leg: str, first_indices: dict[int, int] | None = None, **sampling
     options = check_sampling(SamplingDraft(**{"max_tokens": 4, **sampling}), 1, Limits(None, None))
     indices = first_indices or dict.fromkeys(range(options.n), 0)
     attempt = Attempt(AttemptId(1, 0, b""), indices, options, arrival_s=0.0, on_change=list)
-    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext())
+    session = WorkerSession("127.0.0.1:1", "tiny", 1.0, Plaintext(), Observations())
     submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=1))
     getattr(submit, leg).SetInParent()
     attempt.submit([(session, "w0", submit)])
