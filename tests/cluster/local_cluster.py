@@ -20,7 +20,6 @@ from tests.transfer.proxy import Proxy
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
 
-
 # What a test says of hand-offs is not to depend on what costs less on the machine that runs it.
 ALWAYS_HAND_OFF = {"decode_prefill_tokens": 0, "loaded_prefill_s": 1e9}
 
