@@ -97,11 +97,21 @@ class KVCache:
                 f"{tensor.name} of layer {layer}: {tuple(data.shape)} {data.dtype} where "
                 f"{shape} {tensor.torch_dtype} belongs"
             )
-        pages, rows = self._pages[layer][index], self.rows(slots, tensor.num_heads)
-        if self.device.type == "cpu":
-            _copy_rows_on_cpu(pages, rows, data)
+        pages = self._pages[layer][index]
+        blocks = self._whole_blocks(slots) if self.device.type == "cpu" else None
+        if blocks is not None:
+            _copy_blocks(pages, blocks, data)
         else:
-            _copy_rows(pages, rows, data)
+            _copy_rows(pages, self.rows(slots, tensor.num_heads), data)
+
+    def _whole_blocks(self, slots: Tensor) -> np.ndarray | None:
+        """The blocks that `slots` fill, each from its first token to its last; None: not only whole ones."""
+        size = self.layout.block_size
+        if len(slots) % size:
+            return None
+        by_block = slots.numpy().reshape(-1, size)
+        blocks = by_block[:, 0] // size
+        return blocks if np.array_equal(by_block, blocks[:, None] * size + np.arange(size)) else None
 
     def gather(self, layer: int, index: int, slots: Tensor) -> Tensor:
         """A copy of what `scatter` stores: [num_slots, num_heads, head_dim] at `slots` int64."""
@@ -125,8 +135,12 @@ def _copy_rows(pages: Tensor, rows: Tensor, data: Tensor) -> None:
     pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
 
 
-def _copy_rows_on_cpu(pages: Tensor, rows: Tensor, data: Tensor) -> None:
-    """The same as `_copy_rows`, for many rows: numpy moves each as one item, at the rate of a plain copy."""
-    row = np.dtype((np.void, data.shape[-1] * data.itemsize))
-    target = pages.view(torch.uint8).numpy().reshape(-1).view(row)
-    target[rows.numpy()] = data.contiguous().view(torch.uint8).numpy().reshape(-1).view(row)
+def _copy_blocks(pages: Tensor, blocks: np.ndarray, data: Tensor) -> None:
+    """Whole blocks, on a CPU: numpy moves each head of each token as one item, several times as fast as
+    torch's index operations.
+    """
+    num_blocks, num_heads, block_size, head_dim = pages.shape
+    row = np.dtype((np.void, head_dim * data.itemsize))
+    target = pages.view(torch.uint8).numpy().view(row).reshape(num_blocks, num_heads, block_size)
+    rows = data.contiguous().view(torch.uint8).numpy().view(row)
+    target[blocks] = rows.reshape(len(blocks), block_size, num_heads).transpose(0, 2, 1)
