@@ -49,6 +49,8 @@ class RayCluster:
 
     nodes: int
     gpus: float
+    # Of the nodes, where workers listen.
+    addresses: frozenset[str]
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,7 +134,7 @@ def _worker_config(plan: WorkerPlan, claim: CoreClaim | None) -> WorkerConfig:
         "model_path": model_store.resolve(str(plan.config.model_path)),
         "host": ray.util.get_node_ip_address(),
     }
-    return plan.config.model_copy(update=here | share)
+    return WorkerConfig.model_validate(plan.config.model_dump() | here | share)
 
 
 def _server_class(pool: Pool) -> "type[WorkerServer]":
@@ -155,7 +157,11 @@ def _reachable(address: str) -> str:
 def look_at_ray() -> RayCluster:
     """The cluster that this process is connected to."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-    return RayCluster(nodes=max(1, len(nodes)), gpus=ray.cluster_resources().get("GPU", 0.0))
+    return RayCluster(
+        nodes=max(1, len(nodes)),
+        gpus=ray.cluster_resources().get("GPU", 0.0),
+        addresses=frozenset(node["NodeManagerAddress"] for node in nodes),
+    )
 
 
 def worker_plan(config: ClusterConfig, pool: Pool, cluster: RayCluster) -> WorkerPlan:
@@ -197,10 +203,16 @@ def _worker_application(config: ClusterConfig, plan: WorkerPlan) -> serve.Applic
 
 
 def deploy(config: ClusterConfig) -> None:
-    """Hands the application to the Ray cluster that this process is connected to; waits for nothing."""
+    """Hands the application to the Ray cluster that this process is connected to; waits for nothing.
+
+    Raises:
+        ConfigError: workers could be reached from other machines, and nothing protects them.
+    """
+    cluster = look_at_ray()
+    config.check_workers_at(cluster.addresses)
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(
-        target=build_application(config, look_at_ray()),
+        target=build_application(config, cluster),
         name=APPLICATION,
         route_prefix=None,
         external_scaler_enabled=True,

@@ -16,14 +16,16 @@ from rich.markup import escape
 from deploy import demo as demonstration
 from deploy import lifecycle
 from deploy.client import InferenceClient, chat_request
+from deploy.client_access import AccessError, ClientAccess
 from deploy.cluster_config import POOLS, ClusterConfig, ConfigError, load_config, parse_config, render_config
 from deploy.cluster_state import ClusterFolder, ClusterState
 from deploy.readiness import ClusterError, log_tail, serve_api, set_sizes
-from deploy.router_api import RouterApi, RouterApiError
+from deploy.router_api import RouterApi, RouterApiError, RouterRefused
 from deploy.serve_api import ServeApiError
 from deploy.terminal import Progress, console, errors, pools_table, print_ready, workers_table
 from model_store import ModelStoreError
 from protos import inference_pb2
+from router.api_keys import KeyFileError
 
 app = typer.Typer(
     name="baton",
@@ -34,6 +36,22 @@ app = typer.Typer(
 )
 
 _READY_LIMIT_S = 900.0
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_API_KEY",
+        show_envvar=True,
+        help="Shown to the router. Default: the first of the cluster's file of keys.",
+    ),
+]
+Ca = Annotated[
+    Path | None, typer.Option(help="CA of the router's certificate, PEM. Default: the cluster's own.")
+]
+Cert = Annotated[
+    Path | None, typer.Option(help="Certificate of the client, PEM, where the router asks for one.")
+]
+Key = Annotated[Path | None, typer.Option(help="Private key of --cert, PEM.")]
 
 Cluster = Annotated[str, typer.Option("--cluster", help="Name of the cluster, for several on one machine.")]
 Router = Annotated[
@@ -57,6 +75,9 @@ def _errors_explained() -> Iterator[None]:
         ModelStoreError,
         ServeApiError,
         RouterApiError,
+        RouterRefused,
+        AccessError,
+        KeyFileError,
         ConnectionError,
     ) as error:
         errors.print("[red]error[/red]:", escape(str(error)), highlight=False, soft_wrap=True)
@@ -107,10 +128,16 @@ def up(
     ] = None,
     http_port: Annotated[int | None, typer.Option(help="Of the OpenAI door. Default: 8000; 0: any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Of the gRPC door. Default: 50051; 0: any.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond loopback with neither keys nor TLS.")
+    ] = False,
     block: Annotated[
         bool, typer.Option("--block", help="Stay, and take the cluster down at Ctrl-C.")
     ] = False,
     limit_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.")] = _READY_LIMIT_S,
+    api_key: ApiKey = None,
+    cert: Cert = None,
+    key: Key = None,
     cluster: Cluster = "default",
 ) -> None:
     """Bring a cluster up and wait until it takes requests.
@@ -126,12 +153,13 @@ def up(
                 "model": model,
                 "ray_address": address,
                 "pools": {"prefill": {"workers": prefill}, "decode": {"workers": decode}},
-                "worker": {"dtype": dtype, "kv_dtype": kv_dtype},
-                "router": {"http_port": http_port, "grpc_port": grpc_port},
+                "worker": {"dtype": dtype, "kv_dtype": kv_dtype, "insecure": insecure or None},
+                "router": {"http_port": http_port, "grpc_port": grpc_port, "insecure": insecure or None},
             },
         )
         folder = ClusterFolder.of(cluster)
-        with lifecycle.brought_up(settings, folder, limit_s) as cluster_up:
+        access = ClientAccess(api_key, cert=cert, key=key)
+        with lifecycle.brought_up(settings, folder, access, limit_s) as cluster_up:
             print_ready(cluster_up.ready)
             if block:
                 cluster_up.stay()
@@ -174,7 +202,12 @@ def down(cluster: Cluster = "default") -> None:
 
 @app.command()
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False, cluster: Cluster = "default"
+    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    cluster: Cluster = "default",
 ) -> None:
     """Show the pools, their load and their KV use."""
     with _errors_explained():
@@ -182,12 +215,14 @@ def status(
         application = serve_api(state).status()
         if application is None:
             raise ClusterError("the cluster is still starting")
-        workers = [] if state.http_address is None else RouterApi(state.http_address).workers()
+        access = ClientAccess(api_key, ca, cert, key).within(state)
+        workers = [] if state.http_address is None else RouterApi(state.http_address, access).workers()
         if as_json:
             doors = {"grpc_address": state.grpc_address, "http_address": state.http_address}
             print(json.dumps(doors | asdict(application) | {"workers": [asdict(each) for each in workers]}))
             return
-        console.print(f"{state.model_name}: gRPC {state.grpc_address}, OpenAI http://{state.http_address}/v1")
+        url = f"{access.scheme}://{state.http_address}/v1"
+        console.print(f"{state.model_name}: gRPC {state.grpc_address}, OpenAI {url}")
         console.print(pools_table(application))
         console.print(workers_table(workers))
 
@@ -225,10 +260,14 @@ def generate(
     seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
     router: Router = None,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     cluster: Cluster = "default",
 ) -> None:
     """Answer one prompt, streaming."""
-    with _errors_explained(), InferenceClient(_door(router, cluster)) as client:
+    with _errors_explained(), _client(router, ClientAccess(api_key, ca, cert, key), cluster) as client:
         sampling = _sampling(max_tokens, temperature, seed)
         request = chat_request([inference_pb2.ChatMessage(role="user", content=prompt)], sampling)
         if raw:
@@ -243,10 +282,14 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     router: Router = None,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     cluster: Cluster = "default",
 ) -> None:
     """Talk to the model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
-    with _errors_explained(), InferenceClient(_door(router, cluster)) as client:
+    with _errors_explained(), _client(router, ClientAccess(api_key, ca, cert, key), cluster) as client:
         messages = [] if system is None else [inference_pb2.ChatMessage(role="system", content=system)]
         sampling = _sampling(max_tokens, temperature, seed)
         console.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation.[/dim]")
@@ -281,13 +324,13 @@ def _print_stream(client: InferenceClient, request: inference_pb2.GenerateReques
     return text
 
 
-def _door(router: str | None, cluster: str) -> str:
+def _client(router: str | None, access: ClientAccess, cluster: str) -> InferenceClient:
     if router is not None:
-        return router
+        return InferenceClient(router, access)
     _, state = _cluster(cluster)
     if state.grpc_address is None:
         raise ClusterError("no router runs at the moment")
-    return state.grpc_address
+    return InferenceClient(state.grpc_address, access.within(state))
 
 
 def _sampling(
@@ -306,6 +349,29 @@ def demo(
     _end_on_signals()
     with _errors_explained():
         demonstration.run(model, prompt, limit_s)
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address of a router or worker, beside localhost. May be repeated."),
+    ] = None,
+) -> None:
+    """Make a CA for development, and certificates for router, workers and clients.
+
+    A CA that is in DIR already is kept. docs/security.md says which file goes where.
+    """
+    with _errors_explained():
+        from security.development_ca import make_certificates
+
+        try:
+            make_certificates(folder, host or ())
+        except (OSError, ValueError) as error:
+            raise AccessError(f"{folder}: {error}") from error
+        for path in sorted(folder.iterdir()):
+            console.print(path, highlight=False)
 
 
 @app.command()

@@ -4,18 +4,21 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
-import grpc
-
+from deploy.client_access import ClientAccess
 from protos import inference_pb2, inference_pb2_grpc
 
 
 class InferenceClient:
     """Sends prompts to a router and yields what it answers, as it comes."""
 
-    def __init__(self, address: str) -> None:
-        """address: host:port of the gRPC door."""
-        # The door is asked directly, whatever proxy the shell has set for the web.
-        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    def __init__(self, address: str, access: ClientAccess = ClientAccess()) -> None:
+        """address: host:port of the gRPC door.
+
+        Raises:
+            AccessError: a file of `access` cannot be used.
+        """
+        self._channel = access.channel(address)
+        self._metadata = tuple(access.authorization.items())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> "InferenceClient":
@@ -30,7 +33,7 @@ class InferenceClient:
         Raises:
             grpc.RpcError: with one of the codes named in protos/inference.proto.
         """
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, metadata=self._metadata)
         try:
             yield from call
         finally:

@@ -1,8 +1,10 @@
 """What a cluster can be told: one model, one YAML format."""
 
 import difflib
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -34,6 +36,10 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 class ConfigError(Exception):
     """A configuration that cannot be used. The message names the file and the key."""
+
+
+def _message(error: ValidationError) -> str:
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
 def _fields(model: type[BaseModel], without: set[str]) -> dict[str, tuple[object, FieldInfo]]:
@@ -147,6 +153,37 @@ class ClusterConfig(BaseModel):
             {"model_path": self.model, "model_name": self.served_name} | options
         )
 
+    @property
+    def tls_ca(self) -> Path | None:
+        """Of the doors' certificate. None: they are in plain."""
+        tls = self.router_config().tls
+        return None if tls is None else tls.ca
+
+    def check_workers_at(self, addresses: Iterable[str]) -> None:
+        """
+        Args:
+            addresses: of the machines where workers will listen.
+
+        Raises:
+            ConfigError: one can be reached from other machines, and nothing protects its workers.
+        """
+        for pool, host in itertools.product(POOLS, sorted(addresses)):
+            try:
+                WorkerConfig.model_validate(self.worker_config(pool).model_dump() | {"host": host})
+            except ValidationError as error:
+                raise ConfigError(f"worker: {_message(error)}") from error
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        try:
+            router = self.router_config()
+        except ValidationError as error:
+            raise ValueError(f"router: {_message(error)}") from error
+        for pool in POOLS:
+            if (router.tls is None) != (self.worker_config(pool).tls is None):
+                raise ValueError("tls: give it to both router and worker, or to neither")
+        return self
+
     @model_validator(mode="after")
     def _pools_can_hand_over(self) -> Self:
         for option in _SAME_IN_BOTH_POOLS:
@@ -190,8 +227,8 @@ def _explain(error: object) -> str:
     location = tuple(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"unknown key {'.'.join(location)!r}{_suggestion(location)}"
-    where = ".".join(location)
-    return f"{where}: {error['msg']}" if where else str(error["msg"])
+    where, message = ".".join(location), str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
 
 
 def _suggestion(location: tuple[str, ...]) -> str:
@@ -206,8 +243,10 @@ def _suggestion(location: tuple[str, ...]) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    for each in (field.annotation, *get_args(field.annotation)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
 
 
 def render_config(config: ClusterConfig) -> str:
@@ -230,6 +269,7 @@ def _render_section(config: BaseModel, indent: str) -> list[str]:
 
 
 def _scalar(value: object) -> str:
+    plain = str(value) if isinstance(value, Path) else value
     return (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+        yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
     )

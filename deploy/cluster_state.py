@@ -28,6 +28,9 @@ class ClusterState(BaseModel):
     ray_folder: str | None = None
     ray_address: str | None = None
     dashboard_address: str | None = None
+    # For clients: the CA of the doors' certificate if they have TLS, and where keys are.
+    tls_ca: Path | None = None
+    api_keys_file: Path | None = None
     # Of one router, as of now.
     grpc_address: str | None = None
     http_address: str | None = None

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from deploy import lifecycle
 from deploy.client import ArrivalTimes, InferenceClient, chat_request
+from deploy.client_access import ClientAccess
 from deploy.cluster_config import parse_config
 from deploy.cluster_state import ClusterFolder
 from deploy.terminal import console, megabytes
@@ -29,7 +30,7 @@ def run(model: str, prompt: str, limit_s: float) -> None:
     }
     config = parse_config(settings, "demo")
     folder = ClusterFolder.of(f"demo-{os.getpid()}")
-    with lifecycle.brought_up(config, folder, limit_s) as up:
+    with lifecycle.brought_up(config, folder, ClientAccess(), limit_s) as up:
         _ask(up.ready.grpc_address, prompt)
     console.print("[dim]All is down; no process is left.[/dim]")
 

@@ -37,6 +37,8 @@ class Head:
         session = ProcessSession.of(os.getpid())
         self._state = ClusterState(
             model_name=config.served_name,
+            tls_ca=config.tls_ca,
+            api_keys_file=config.router_config().api_keys_file,
             token=os.environ["RAY_AUTH_TOKEN"],
             head_pid=session.leader,
             head_start_ticks=session.start_ticks,

@@ -27,10 +27,13 @@ class JoinedCluster:
 
         Raises:
             ConnectionError: there is no Ray at that address.
+            ConfigError: workers could be reached from other machines, and nothing protects them.
         """
         assert config.ray_address is not None
         state = ClusterState(
             model_name=config.served_name,
+            tls_ca=config.tls_ca,
+            api_keys_file=config.router_config().api_keys_file,
             token=_token(),
             ray_address=config.ray_address,
             dashboard_address=_connect(config.ray_address),

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from typing import Protocol
 
+from deploy.client_access import ClientAccess
 from deploy.cluster_config import ClusterConfig
 from deploy.cluster_state import ClusterFolder, ClusterState
 from deploy.local_cluster import LocalCluster
@@ -48,8 +49,13 @@ class BroughtUp:
 
 
 @contextlib.contextmanager
-def brought_up(config: ClusterConfig, folder: ClusterFolder, limit_s: float) -> Iterator[BroughtUp]:
+def brought_up(
+    config: ClusterConfig, folder: ClusterFolder, access: ClientAccess, limit_s: float
+) -> Iterator[BroughtUp]:
     """A cluster on the Ray at `config.ray_address`, or on one of its own.
+
+    Args:
+        access: to its router, beside what the configuration gives.
 
     Raises:
         ClusterError: it failed to start, or did not within `limit_s`; nothing is left of it.
@@ -61,7 +67,8 @@ def brought_up(config: ClusterConfig, folder: ClusterFolder, limit_s: float) -> 
     try:
         with Progress("starting") as progress:
             cluster.start(config)
-            up = BroughtUp(wait_ready(folder, limit_s, progress.show, cluster.has_ended), cluster)
+            ready = wait_ready(folder, access, limit_s, progress.show, cluster.has_ended)
+            up = BroughtUp(ready, cluster)
         yield up
     finally:
         if up is None or not up.kept:

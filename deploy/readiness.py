@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.client_access import ClientAccess
 from deploy.cluster_state import ClusterFolder, ClusterState
 from deploy.router_api import RouterApi, RouterApiError
 from deploy.serve_api import ApplicationStatus, ServeApi, ServeApiError
@@ -24,16 +25,25 @@ class ReadyCluster:
     """A cluster that takes requests."""
 
     state: ClusterState
+    access: ClientAccess
     grpc_address: str
     http_address: str
 
 
 def wait_ready(
-    folder: ClusterFolder, limit_s: float, show: Show, has_ended: Callable[[], bool]
+    folder: ClusterFolder,
+    access: ClientAccess,
+    limit_s: float,
+    show: Show,
+    has_ended: Callable[[], bool],
 ) -> ReadyCluster:
     """Returns when every worker of the pools is connected to a router.
 
+    Args:
+        access: to the router, beside what the cluster's own configuration gives.
+
     Raises:
+        AccessError, RouterRefused: see there.
         ClusterError: the cluster failed to start, or did not within `limit_s`.
     """
     for state in _states(folder, limit_s, has_ended):
@@ -46,7 +56,7 @@ def wait_ready(
             continue
         _check_failure(status)
         show(describe(status))
-        ready = _ready(state, status)
+        ready = _ready(state, access.within(state), status)
         if ready is not None:
             return ready
     raise ClusterError(f"not ready after {limit_s:.0f} s; see {folder.log_file}")
@@ -81,17 +91,17 @@ def _check_failure(status: ApplicationStatus) -> None:
     raise ClusterError(status.message)
 
 
-def _ready(state: ClusterState, status: ApplicationStatus) -> ReadyCluster | None:
+def _ready(state: ClusterState, access: ClientAccess, status: ApplicationStatus) -> ReadyCluster | None:
     if status.status != "RUNNING" or state.grpc_address is None or state.http_address is None:
         return None
     expected = sum(each.target for name, each in status.deployments.items() if name in ("prefill", "decode"))
     try:
-        connected = RouterApi(state.http_address).workers()
+        connected = RouterApi(state.http_address, access).workers()
     except RouterApiError:
         return None
     if sum(worker.state == LinkState.CONNECTED.value for worker in connected) < expected:
         return None
-    return ReadyCluster(state, state.grpc_address, state.http_address)
+    return ReadyCluster(state, access, state.grpc_address, state.http_address)
 
 
 def describe(status: ApplicationStatus) -> str:

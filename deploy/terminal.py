@@ -61,7 +61,7 @@ def pools_table(status: ApplicationStatus) -> Table:
 
 def workers_table(workers: list[WorkerStatus]) -> Table:
     table = Table(title="Workers", box=SIMPLE_HEAD)
-    for heading in ("worker", "state"):
+    for heading in ("worker", "state", "TLS"):
         table.add_column(heading)
     for heading in ("running", "waiting", "KV use", "step ms", "KV MB out/in"):
         table.add_column(heading, justify="right")
@@ -70,6 +70,7 @@ def workers_table(workers: list[WorkerStatus]) -> Table:
         table.add_row(
             worker.worker_id or f"{worker.role} {worker.address}",
             f"{state}: {worker.reason}" if worker.reason else state,
+            _tls(worker),
             _count(worker.num_running),
             _count(worker.num_waiting),
             _kv_use(worker),
@@ -77,6 +78,13 @@ def workers_table(workers: list[WorkerStatus]) -> Table:
             f"{(worker.kv_bytes_sent or 0) / 1e6:.1f}/{(worker.kv_bytes_received or 0) / 1e6:.1f}",
         )
     return table
+
+
+def _tls(worker: WorkerStatus) -> str:
+    if worker.tls is None:
+        return "-"
+    plain_kv = " (KV: trusted network)" if worker.kv_trusted_network else ""
+    return ("yes" if worker.tls else "no") + plain_kv
 
 
 def _count(number: int | None) -> str:
@@ -95,13 +103,16 @@ def megabytes(size_bytes: int) -> str:
 
 def print_ready(cluster: ReadyCluster) -> None:
     """Where requests go, in a form that can be pasted."""
-    name, grpc_address, http_address = cluster.state.model_name, cluster.grpc_address, cluster.http_address
+    name, access = cluster.state.model_name, cluster.access
+    url = f"{access.scheme}://{cluster.http_address}/v1"
     console.print(f"[green]ready[/green]: {name}")
-    console.print(f"  gRPC    {grpc_address}    (baton.v1.Inference)")
-    console.print(f"  OpenAI  http://{http_address}/v1")
+    console.print(f"  gRPC    {cluster.grpc_address}    (baton.v1.Inference)")
+    console.print(f"  OpenAI  {url}")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    key = "" if access.api_key is None else ' -H "authorization: Bearer $BATON_API_KEY"'
+    ca = "" if access.ca is None else f" --cacert {access.ca}"
     console.out(
-        f"  curl http://{http_address}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"  curl{ca} {url}/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
         highlight=False,
     )
     console.print("  baton chat · baton status · baton scale decode=2 · baton down")

@@ -31,6 +31,7 @@ from kv_transfer.wire import (
     sender_message_to_proto,
 )
 from protos import kv_pb2, kv_pb2_grpc
+from security.channel_security import ChannelSecurity
 
 FRAMES_SERVICE = "baton.v1.KvTransfer"
 FRAMES_METHOD = f"/{FRAMES_SERVICE}/Frames"
@@ -73,16 +74,12 @@ FramesContext = grpc.aio.ServicerContext[bytes, bytes]
 FramesMetadata = tuple[tuple[str, str | bytes], ...]
 
 
-def control_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(
-        address, options=_CONTROL_OPTIONS, compression=grpc.Compression.NoCompression
-    )
+def control_channel(address: str, security: ChannelSecurity) -> grpc.aio.Channel:
+    return security.connect(address, _CONTROL_OPTIONS)
 
 
-def bulk_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(
-        address, options=_BULK_OPTIONS, compression=grpc.Compression.NoCompression
-    )
+def bulk_channel(address: str, security: ChannelSecurity) -> grpc.aio.Channel:
+    return security.connect(address, _BULK_OPTIONS)
 
 
 def link_broken(code: grpc.StatusCode, detail: str | None) -> LinkBroken:

@@ -24,6 +24,7 @@ from kv_transfer.messages import DropCause, Open
 from kv_transfer.transport import LinkBroken, PeerLost
 from kv_transfer.transport_choice import GRPC, Transports
 from protos import kv_pb2, kv_pb2_grpc
+from security.channel_security import ChannelSecurity, Plaintext
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class PeerPool:
         epoch: int,
         *,
         transports: Transports = Transports(),
+        security: ChannelSecurity = Plaintext(),
         handshake_limit_s: float = 10.0,
     ) -> None:
         self.layout = layout
@@ -102,6 +104,7 @@ class PeerPool:
         self._transports = transports
         self._failures: Counter[tuple[PeerAddress, str]] = Counter()
         self._pair_epochs: Counter[PeerAddress] = Counter()
+        self._security = security
         self._handshake_limit_s = handshake_limit_s
         self._peers: dict[PeerAddress, asyncio.Task[Peer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,7 +157,7 @@ class PeerPool:
                 await peer.retire()
 
     async def _connect(self, address: PeerAddress) -> Peer:
-        control = control_channel(address.address)
+        control = control_channel(address.address, self._security)
         try:
             frames = await self._choose_frames(address, control)
         except BaseException:
@@ -172,7 +175,7 @@ class PeerPool:
         try:
             name = await self._shake_hands(address, control, offers)
             if name == GRPC:
-                return bulk_channel(address.address)
+                return bulk_channel(address.address, self._security)
             if name not in offers:
                 raise LinkBroken(DropCause.PUSH_BROKEN, f"the receiver chose {name}, which was not offered")
             return await self._open_bulk(address, control, offers.pop(name))

@@ -1,7 +1,7 @@
 """Which way the frames of a pair go: the first of the sender's that the receiver can go too."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kv_transfer.bulk import BulkTransport, SlotTerms
@@ -32,6 +32,13 @@ class Transports:
     @property
     def names(self) -> tuple[str, ...]:
         return (*(transport.name for transport in self.bulk), *self.grpc)
+
+    @property
+    def encrypted(self) -> "Transports":
+        """Those by which nothing can be read on a network, where gRPC has TLS."""
+        return replace(
+            self, bulk=tuple(each for each in self.bulk if each.name == SharedMemoryTransport.name)
+        )
 
     def named(self, name: str) -> BulkTransport | None:
         return next((transport for transport in self.bulk if transport.name == name), None)

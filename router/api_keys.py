@@ -132,28 +132,46 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     Raises:
         KeyFileError: see there.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeyFileError(f"API keys: {path} cannot be read: {type(error).__name__}") from error
-    keys = _from_yaml(path, text) if path.suffix in _YAML else _from_lines(text)
+    text = _read(path)
+    if path.suffix in _YAML:
+        keys = [entry.api_key() for entry in _entries(path, text)]
+    else:
+        keys = [ApiKey(f"line {number}", _digest(key)) for number, key in _lines(text).items()]
     if not keys:
         raise KeyFileError(f"API keys: {path} holds none")
     if len({key.sha256 for key in keys}) < len(keys):
         raise KeyFileError(f"API keys: {path} holds a key twice")
-    return keys
+    return tuple(keys)
 
 
-def _from_lines(text: str) -> tuple[ApiKey, ...]:
-    lines = enumerate((line.strip() for line in text.splitlines()), start=1)
-    return tuple(
-        ApiKey(f"line {number}", _digest(line)) for number, line in lines if line and not line.startswith("#")
-    )
+def first_plain_key(path: Path) -> str | None:
+    """A key of the file as a client shows it. None: the file keeps only digests.
+
+    Raises:
+        KeyFileError: see there.
+    """
+    text = _read(path)
+    if path.suffix in _YAML:
+        return next((entry.key for entry in _entries(path, text) if entry.key is not None), None)
+    return next(iter(_lines(text).values()), None)
 
 
-def _from_yaml(path: Path, text: str) -> tuple[ApiKey, ...]:
+def _read(path: Path) -> str:
     try:
-        entries = _ENTRIES.validate_python(yaml.safe_load(text) or [])
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"API keys: {path} cannot be read: {type(error).__name__}") from error
+
+
+def _lines(text: str) -> dict[int, str]:
+    """Keys by the number of their line."""
+    lines = enumerate((line.strip() for line in text.splitlines()), start=1)
+    return {number: line for number, line in lines if line and not line.startswith("#")}
+
+
+def _entries(path: Path, text: str) -> list[_Entry]:
+    try:
+        return _ENTRIES.validate_python(yaml.safe_load(text) or [])
     except yaml.YAMLError as error:
         # Its own message quotes the file.
         raise KeyFileError(f"API keys: {path} is not YAML") from error
@@ -161,7 +179,6 @@ def _from_yaml(path: Path, text: str) -> tuple[ApiKey, ...]:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise KeyFileError(f"API keys: {path}: {place}: {first['msg']}") from error
-    return tuple(entry.api_key() for entry in entries)
 
 
 def _digest(key: str) -> bytes:

@@ -64,6 +64,7 @@ class WorkerStatus:
         reason: why there is no session.
         in_flight: legs of this router's requests that run there.
         silent_s: since its last word.
+        tls: its connections are encrypted; `kv_trusted_network`: all the same not all of its KV.
         step_s, prefill_tokens_per_s: medians over its recent steps.
         computed_prompt_tokens, generated_tokens, kv_bytes_sent, kv_bytes_received: of its whole life.
     """
@@ -81,6 +82,8 @@ class WorkerStatus:
     block_size: int | None = None
     num_layers: int | None = None
     max_model_len: int | None = None
+    tls: bool | None = None
+    kv_trusted_network: bool | None = None
     in_flight: int = 0
     silent_s: float | None = None
     draining: bool | None = None

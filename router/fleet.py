@@ -226,6 +226,8 @@ def _session_status(link: WorkerLink, session: WorkerSession) -> WorkerStatus:
         block_size=description.layout.block_size,
         num_layers=len(description.layout.layers),
         max_model_len=description.max_model_len,
+        tls=description.tls,
+        kv_trusted_network=description.kv_trusted_network,
         in_flight=session.in_flight,
         silent_s=None if session.heard_s is None else now_s - session.heard_s,
         draining=load and load.draining,

@@ -1,10 +1,15 @@
 """What a worker can be told."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config import EngineConfig
+from security.exposure import is_loopback
+from security.tls_config import TlsConfig
+
+# Ways for KV that cannot encrypt.
+PLAIN_TRANSPORTS = frozenset({"nccl", "gloo"})
 
 
 class WorkerConfig(EngineConfig):
@@ -48,3 +53,33 @@ class WorkerConfig(EngineConfig):
         ge=4096,
         description="Largest KV frame that is received: bounds the staging memory.",
     )
+    tls: TlsConfig | None = Field(
+        default=None,
+        description="Encrypts the sessions with routers and the KV, and lets only holders of a certificate "
+        "of the CA in: the PEM files cert, key and ca. `baton certs` makes some for tests.",
+    )
+    kv_trusted_network: bool = Field(
+        default=False,
+        description="With TLS: KV may all the same be handed over by nccl or gloo, which cannot encrypt.",
+    )
+    insecure: bool = Field(default=False, description="Listen beyond loopback though there is no TLS.")
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        if not (is_loopback(self.host) or self.tls is not None or self.insecure):
+            raise ValueError(
+                f"host: {self.host} can be reached from other machines, and anybody there could use this "
+                "worker: give it --tls.cert, --tls.key and --tls.ca (docs/security.md), let it listen on "
+                "127.0.0.1, or say --insecure"
+            )
+        if self.kv_transport in PLAIN_TRANSPORTS and not self.may_send_plain_kv:
+            raise ValueError(
+                f"kv_transport: {self.kv_transport} cannot encrypt: with TLS it is used only where "
+                "--kv-trusted-network says that nobody listens there"
+            )
+        return self
+
+    @property
+    def may_send_plain_kv(self) -> bool:
+        """Over a network; memory that processes share is another matter."""
+        return self.tls is None or self.kv_trusted_network

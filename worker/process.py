@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -40,6 +41,7 @@ class WorkerOptions(BaseSettings, WorkerConfig):  # pyright: ignore[reportIncomp
         cli_hide_none_type=True,
         cli_avoid_json=True,
         cli_enforce_required=True,
+        cli_implicit_flags="toggle",
         populate_by_name=True,
     )
 
@@ -108,11 +110,13 @@ def _parse(program: str, description: str) -> WorkerOptions:
     try:
         return CliApp.run(named, cli_settings_source=source)
     except ValidationError as error:
-        lines = [
-            f"{program}: --{str(e['loc'][0]).replace('_', '-')}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        ]
-        sys.exit("\n".join(lines))
+        sys.exit("\n".join(f"{program}: {_explain(each)}" for each in error.errors()))
+
+
+def _explain(error: ErrorDetails) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    option = ".".join(str(part) for part in error["loc"]).replace("_", "-")
+    return f"--{option}: {message}" if option else message
 
 
 async def _serve(worker_class: type["WorkerServer"], config: WorkerConfig) -> bool:

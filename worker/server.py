@@ -9,7 +9,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
@@ -21,6 +20,7 @@ from kv_transfer.peers import PeerPool
 from kv_transfer.servicer import KvTransferService
 from kv_transfer.transport_choice import transports_for
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
+from security.channel_security import channel_security
 from worker.config import WorkerConfig
 from worker.decode_leg import DecodeDoor, DecodeLeg
 from worker.engine_thread import EngineReport, EngineThread
@@ -30,6 +30,7 @@ from worker.kv_export import KVExport
 from worker.leg import Assignment, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
+from worker.metrics_server import MetricsServer
 from worker.prefill_leg import PrefillLeg
 from worker.session_service import SessionService
 from worker.submission import engine_request
@@ -48,6 +49,7 @@ class WorkerServer:
     Attributes:
         address: host:port of the gRPC server.
         metrics_address: host:port where Prometheus finds /metrics.
+        security: of its gRPC server, and of its connections to other workers.
         epoch: another one for every life of a worker.
     """
 
@@ -58,6 +60,7 @@ class WorkerServer:
         self.config = config
         self.worker_id = config.worker_id or f"{self.role_name}-{secrets.token_hex(4)}"
         self.epoch = secrets.randbits(64)
+        self.security = channel_security(config.tls)
         self.address = ""
         self.metrics_address = ""
         self.legs = LegTable()
@@ -72,7 +75,7 @@ class WorkerServer:
 
         Raises:
             UnsupportedModel, CorruptCheckpoint: the model cannot be run.
-            OSError: the port is taken.
+            OSError: the port is taken, or a certificate cannot be used.
         """
         worker = cls(config)
         await worker._start()
@@ -97,12 +100,16 @@ class WorkerServer:
             layout=layout_to_proto(engine.layout),
             max_model_len=engine.limits.max_model_len,
             num_blocks=engine.load().num_blocks,
+            tls=self.config.tls is not None,
+            kv_trusted_network=self.config.kv_trusted_network,
         )
-        self._transports = transports_for(
-            self.config.kv_transport,
-            SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),
+        transports = transports_for(
+            self.config.kv_transport, SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes)
         )
-        self._peers = PeerPool(self.layout, self.worker_id, self.epoch, transports=self._transports)
+        self._transports = transports if self.config.may_send_plain_kv else transports.encrypted
+        self._peers = PeerPool(
+            self.layout, self.worker_id, self.epoch, transports=self._transports, security=self.security
+        )
         factories = {"local": self._local_leg, "prefill": self._prefill_leg, "decode": self._decode_leg}
         self.service = SessionService(self.description, self.engine, self.legs, factories, self._load_report)
         try:
@@ -132,17 +139,14 @@ class WorkerServer:
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(names, server)
-        try:
-            port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {self.config.host}:{self.config.port}") from error
+        port = self.security.listen(server, f"{self.config.host}:{self.config.port}")
         await server.start()
         self._server = server
         self.address = f"{self.config.host}:{port}"
-        self._metrics_server, _ = start_http_server(
-            self.config.metrics_port, self.config.host, self.monitor.registry
+        self._metrics_server = MetricsServer(
+            self.config.host, self.config.metrics_port, self.config.tls, self.monitor.registry
         )
-        self.metrics_address = f"{self.config.host}:{self._metrics_server.server_port}"
+        self.metrics_address = self._metrics_server.address
         self._watch = asyncio.create_task(self._watch_engine())
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
@@ -213,5 +217,4 @@ class WorkerServer:
         await self._server.stop(_STOP_GRACE_S)
         self.grammars.close()
         await self.engine.stop()
-        self._metrics_server.shutdown()
-        self._metrics_server.server_close()
+        self._metrics_server.stop()
