@@ -155,9 +155,7 @@ def test_prompt_logprobs_come_whole_where_the_prefix_is_cached(tiny_model):
 @pytest.mark.parametrize(
     "sampling", [{}, PENALTIES, {"logit_bias": ((5, 30.0), (9, -30.0))}, {**PENALTIES, "min_tokens": 8}]
 )
-def test_greedy_tokens_are_the_best_of_the_references_adjusted_logits(
-    tiny_model, reference, eos, sampling
-):
+def test_greedy_tokens_are_the_best_of_the_references_adjusted_logits(tiny_model, reference, eos, sampling):
     """Against transformers' repetition penalty and the OpenAI API's formulas, token by token."""
     prompt = prompt_of(25)
     bias = {"logit_bias": ((eos, 100.0),)} if "min_tokens" in sampling else {}
