@@ -72,8 +72,11 @@ class BulkSender:
             offer.discard()
         return cls(opening.transport.name, call, writer, reply.ready)
 
-    async def write(self, transfer: TransferId, frame: Frame) -> None:
-        """Ends when the frame's memory is read no more.
+    async def write(self, transfer: TransferId, frame: Frame) -> asyncio.Future[None]:
+        """Waits for a slot, and begins to move a frame into it.
+
+        Returns:
+            Ends when the frame's memory is read no more, or with TransportFailed. Not to be cancelled.
 
         Raises:
             TransportFailed: the pair is broken.
@@ -82,13 +85,18 @@ class BulkSender:
         self._held.add(slot)
         try:
             moving = self._writer.start(slot, frame)
-            self._announce(transfer, slot, frame)
-            # The words go out before the next frame is begun.
-            await asyncio.sleep(0)
-            await asyncio.shield(moving)
         except TransportFailed as error:
             self._break(str(error))
             raise
+        moving.add_done_callback(self._on_moved)
+        self._announce(transfer, slot, frame)
+        # The words go out before the next frame is begun.
+        await asyncio.sleep(0)
+        return moving
+
+    def _on_moved(self, moving: asyncio.Future[None]) -> None:
+        if (error := moving.exception()) is not None:
+            self._break(str(error))
 
     def finish(self, transfer: TransferId) -> None:
         """No frame of that hand-off comes after this."""

@@ -126,8 +126,11 @@ class FrameWriter(Protocol):
     @property
     def bulk_token(self) -> bytes: ...
 
-    async def write(self, frame: Frame) -> None:
-        """Ends when the frame's memory is read no more.
+    async def write(self, frame: Frame) -> asyncio.Future[None]:
+        """Begins to send a frame.
+
+        Returns:
+            Ends when the frame's memory is read no more, or with TransportFailed. Not to be cancelled.
 
         Raises:
             TransportFailed: no frame gets through any more.
@@ -150,13 +153,17 @@ class StreamFrameWriter:
         self._metadata = frames_metadata(opening.transfer, opening.secret)
         self._call: grpc.aio.StreamUnaryCall | None = None
 
-    async def write(self, frame: Frame) -> None:
+    async def write(self, frame: Frame) -> asyncio.Future[None]:
         if self._call is None:
             self._call = self._bulk.stream_unary(FRAMES_METHOD)(metadata=self._metadata)
         try:
             await self._call.write(encode(frame))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise TransportFailed("the stream of frames broke") from error
+        # What gRPC has taken is a copy.
+        left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left.set_result(None)
+        return left
 
     async def finish(self) -> None:
         if self._call is not None:
@@ -176,8 +183,8 @@ class BulkFrameWriter:
         self.max_frame_bytes = bulk.terms.slot_bytes + HEADER_BYTES
         self.bulk_token = bulk.token
 
-    async def write(self, frame: Frame) -> None:
-        await self._bulk.write(self._transfer, frame)
+    async def write(self, frame: Frame) -> asyncio.Future[None]:
+        return await self._bulk.write(self._transfer, frame)
 
     async def finish(self) -> None:
         self._bulk.finish(self._transfer)
@@ -219,9 +226,16 @@ class GrpcSenderLink:
             return message
         return replace(message, max_frame_bytes=min(message.max_frame_bytes, self._frames.max_frame_bytes))
 
-    async def write_frame(self, frame: Frame) -> None:
+    async def write_frame(self, frame: Frame) -> asyncio.Future[None]:
         try:
-            await self._frames.write(frame)
+            moving = await self._frames.write(frame)
+        except TransportFailed as error:
+            await self._raise_end_of_frames(str(error))
+        return moving if moving.done() else asyncio.ensure_future(self._see_off(moving))
+
+    async def _see_off(self, moving: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.shield(moving)
         except TransportFailed as error:
             await self._raise_end_of_frames(str(error))
 

@@ -216,8 +216,18 @@ class HandoffOutbound:
             await link.send(await self._control.get())
 
     async def _write_frames(self, link: SenderLink) -> None:
-        while (frame := await self._frames.get()) is not None:
-            if self._sender.outcome is None:
-                await link.write_frame(frame)
-            self._feed(FrameLeft(frame.number))
+        async with asyncio.TaskGroup() as leaving:
+            while (frame := await self._frames.get()) is not None:
+                if self._sender.outcome is not None:
+                    self._feed(FrameLeft(frame.number))
+                    continue
+                left = await link.write_frame(frame)
+                if left.done():
+                    await self._see_off(frame, left)
+                else:
+                    leaving.create_task(self._guard(self._see_off(frame, left)))
         await link.finish_frames()
+
+    async def _see_off(self, frame: Frame, left: asyncio.Future[None]) -> None:
+        await left
+        self._feed(FrameLeft(frame.number))

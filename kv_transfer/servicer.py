@@ -75,6 +75,8 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         self._live: dict[TransferId, tuple[Open, GrpcReceiverLink]] = {}
         # By token.
         self._bulks: dict[bytes, BulkReceiver] = {}
+        # Those that the sender may take for connected before this end does.
+        self._forming: dict[bytes, asyncio.Event] = {}
         self._running_bulks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -110,23 +112,36 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
 
     async def Bulk(self, request_iterator: object, context: BulkContext) -> None:
         try:
-            accepted = await self._accept_bulk(context)
             token = secrets.token_bytes(16)
-            accepted.ready.token = token
-            await context.write(kv_pb2.BulkReply(ready=accepted.ready))
-            terms = SlotTerms(accepted.ready.num_slots, accepted.ready.slot_bytes)
-            await self._run_bulk(token, BulkReceiver(await accepted.connect(), terms), context)
+            await self._form_bulk(token, context)
+            await self._run_bulk(token, context)
         except TransportFailed as error:
             log.warning("a pair broke: %s", error)
             await context.abort(grpc.StatusCode.ABORTED, str(error))
 
-    async def _run_bulk(self, token: bytes, bulk: BulkReceiver, context: BulkContext) -> None:
+    async def _form_bulk(self, token: bytes, context: BulkContext) -> None:
+        """
+        Raises:
+            TransportFailed: see BulkTransport.
+        """
+        accepted = await self._accept_bulk(context)
+        ready = accepted.ready
+        ready.token = token
+        self._forming[token] = asyncio.Event()
+        try:
+            await context.write(kv_pb2.BulkReply(ready=ready))
+            reader = await accepted.connect()
+            self._bulks[token] = BulkReceiver(reader, SlotTerms(ready.num_slots, ready.slot_bytes))
+        finally:
+            accepted.discard()
+            self._forming.pop(token).set()
+
+    async def _run_bulk(self, token: bytes, context: BulkContext) -> None:
         """
         Raises:
             TransportFailed: see BulkReceiver, or this worker closes.
         """
-        running = asyncio.create_task(bulk.run(context))
-        self._bulks[token] = bulk
+        running = asyncio.create_task(self._bulks[token].run(context))
         self._running_bulks.add(running)
         try:
             await asyncio.wait({running})
@@ -190,6 +205,8 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
     async def _serve(self, link: GrpcReceiverLink) -> None:
         try:
             opening = await self._read_open(link)
+            if (forming := self._forming.get(opening.bulk_token)) is not None:
+                await forming.wait()
             sink = await self._let_in(opening, link)
             inbox = self._join_bulk(opening, link)
             self._live[opening.transfer] = (opening, link)

@@ -39,8 +39,11 @@ class SenderLink(Protocol):
         """
         ...
 
-    async def write_frame(self, frame: Frame) -> None:
-        """Sends a frame, for which a credit is in hand. When this ends its memory is read no more.
+    async def write_frame(self, frame: Frame) -> asyncio.Future[None]:
+        """Begins to send a frame, for which a credit is in hand; others may be under way.
+
+        Returns:
+            Ends when the frame's memory is read no more, or with LinkBroken.
 
         Raises:
             LinkBroken: see `send`.

@@ -65,11 +65,12 @@ class Transports:
         )
 
 
-def transports_for(choice: TransportName, terms: SlotTerms) -> Transports:
+def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0.1") -> Transports:
     """
     Args:
         choice: "auto": shm between processes of one machine, else grpc. Another name forces that one.
         terms: of the bulks that are offered.
+        host: what this worker is reached at.
 
     Raises:
         ValueError: this worker cannot do what is forced.
@@ -81,5 +82,10 @@ def transports_for(choice: TransportName, terms: SlotTerms) -> Transports:
             return Transports((SharedMemoryTransport(terms),), ())
         case "grpc":
             return Transports()
-        case _:
-            raise ValueError(f"kv_transport: {choice} is not available here")
+        case "gloo" | "nccl":
+            # What torch was built without is missed only where it is forced.
+            from kv_transfer.distributed_transport import DistributedTransport, is_available
+
+            if not is_available(choice):
+                raise ValueError(f"kv_transport: {choice} is not available here")
+            return Transports((DistributedTransport(choice, terms, host),), ())

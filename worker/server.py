@@ -104,7 +104,9 @@ class WorkerServer:
             kv_trusted_network=self.config.kv_trusted_network,
         )
         transports = transports_for(
-            self.config.kv_transport, SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes)
+            self.config.kv_transport,
+            SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),
+            self.config.host,
         )
         self._transports = transports if self.config.may_send_plain_kv else transports.encrypted
         self._peers = PeerPool(

@@ -121,7 +121,7 @@ class Wire:
         return outcome
 
 
-@pytest.fixture(params=["grpc", "shm"])
+@pytest.fixture(params=["grpc", "shm", "gloo"])
 def transport(request: pytest.FixtureRequest) -> TransportName:
     """The way for frames; every test of hand-offs runs over each."""
     return request.param

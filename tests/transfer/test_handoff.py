@@ -109,6 +109,8 @@ async def test_a_hand_off_that_ends_at_its_first_token_says_so(wire: Wire) -> No
     await outbound.released
 
 
+# What gloo moves passes no proxy.
+@pytest.mark.parametrize("transport", ["grpc", "shm"], indirect=True)
 async def test_an_altered_and_resealed_frame_is_believed(wire: Wire, proxy: Proxy) -> None:
     """What comes over the wire is what the receiver's pages hold: no other way leads there."""
     Tampering(proxy).forge()

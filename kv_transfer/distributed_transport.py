@@ -1,0 +1,243 @@
+"""gloo and nccl: payloads that torch.distributed moves, in the order in which they are announced.
+
+One group of two ranks for each pair and epoch: the receiver is rank 0 and hosts where they meet. There are no
+tags, so what was announced is always sent and always received; what was cancelled meanwhile goes to scrap.
+Only a failure aborts a group; the pair then gets another one under its next epoch.
+
+Neither encrypts, and both trust the network.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed
+
+from engine.kv_layout import KVLayout
+from kv_transfer.bulk import SlotTerms, TransportFailed
+from kv_transfer.frame import Frame
+from kv_transfer.process_group import KINDS, Meeting, ProcessGroup, Wait
+from protos import kv_pb2
+
+T = TypeVar("T")
+
+
+def is_available(name: Literal["gloo", "nccl"]) -> bool:
+    """Whether this process can have such a group."""
+    if name == "gloo":
+        return torch.distributed.is_gloo_available()
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
+class DistributedTransport:
+    """See BulkTransport.
+
+    Args:
+        host: what this worker is reached at.
+    """
+
+    def __init__(self, name: Literal["gloo", "nccl"], terms: SlotTerms, host: str) -> None:
+        self.name = name
+        self._terms = terms
+        self._host = host
+
+    def offer(self, layout: KVLayout) -> "GroupOffer":
+        return GroupOffer(self.name, self._host)
+
+    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+        return None
+
+    async def accept(self, opening: kv_pb2.BulkOpen) -> "GroupAcceptance":
+        meeting = await _in_thread(lambda: KINDS[self.name].host(self._host), f"listen on {self._host}")
+        return GroupAcceptance(meeting, self._terms, self._host)
+
+
+def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Runs what waits for others in a thread that nothing waits for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except (OSError, RuntimeError) as error:
+            failed = TransportFailed(f"{name}: {str(error).partition(chr(10))[0]}")
+            _tell(loop, lambda: None if done.done() else done.set_exception(failed))
+        else:
+            _tell(loop, lambda: None if done.done() else done.set_result(result))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    # A loop that is closed has nobody to be told.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
+
+
+class GroupOffer:
+    """See BulkOffer."""
+
+    def __init__(self, name: str, host: str) -> None:
+        self.proto = kv_pb2.TransportOffer(name=name)
+        self._host = host
+
+    async def connect(self, ready: kv_pb2.BulkReady) -> "GroupWriter":
+        kind, at = KINDS[self.proto.name], (ready.group_store.host, ready.group_store.port)
+        joining = _in_thread(lambda: kind.join(at, ready.token, self._host), "join a pair")
+        return GroupWriter(await joining)
+
+    def discard(self) -> None:
+        """Nothing is kept."""
+
+
+class GroupAcceptance:
+    """See BulkAcceptance."""
+
+    def __init__(self, meeting: Meeting, terms: SlotTerms, host: str) -> None:
+        self.ready = kv_pb2.BulkReady(
+            num_slots=terms.num_slots,
+            slot_bytes=terms.slot_bytes,
+            group_store=kv_pb2.GroupStore(host=host, port=meeting.port),
+        )
+        self._meeting = meeting
+        self._terms = terms
+
+    async def connect(self) -> "GroupReader":
+        forming = _in_thread(lambda: self._meeting.form(self.ready.token), "form a pair")
+        return GroupReader(await forming, self._terms)
+
+    def discard(self) -> None:
+        self._meeting.close()
+
+
+class GroupWriter:
+    """See SlotWriter. It sends from the frame's own memory, and holds that as long.
+
+    After `close` that can be a moment longer: what is sent then reaches no hand-off.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._mover: _Mover[None] = _Mover(group, "kv send")
+
+    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
+        return self._mover.move(lambda group: group.send(_payload(frame)), None)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def _payload(frame: Frame) -> torch.Tensor:
+    """[num_bytes] uint8; a copy if the frame has several parts."""
+    if len(frame.parts) == 1:
+        return torch.frombuffer(frame.parts[0], dtype=torch.uint8)
+    return torch.from_numpy(np.concatenate([np.frombuffer(part, np.uint8) for part in frame.parts]))
+
+
+class GroupReader:
+    """See SlotReader. Memory is taken only for slots that were used once."""
+
+    def __init__(self, group: ProcessGroup, terms: SlotTerms) -> None:
+        self._slots = group.staging(terms.num_slots, terms.slot_bytes)
+        self._mover: _Mover[memoryview] = _Mover(group, "kv receive")
+
+    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[memoryview]:
+        target = self._slots[slot, :payload_bytes]
+        return self._mover.move(lambda group: group.receive(target), target.numpy().data)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move(Generic[T]):
+    """One payload.
+
+    Attributes:
+        begin: posts it to the group; for the thread.
+        moved: for the loop, which gives it `result`.
+    """
+
+    begin: Callable[[ProcessGroup], Wait]
+    moved: asyncio.Future[T]
+    result: T
+
+
+class _Mover(Generic[T]):
+    """The thread that moves one rank's payloads, in order; as many are under way as are asked for."""
+
+    def __init__(self, group: ProcessGroup, name: str) -> None:
+        self._group = group
+        self._loop = asyncio.get_running_loop()
+        self._asked: SimpleQueue[_Move[T] | None] = SimpleQueue()
+        self._moving: set[asyncio.Future[T]] = set()
+        self._failure: str | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def move(self, begin: Callable[[ProcessGroup], Wait], result: T) -> asyncio.Future[T]:
+        """For the loop.
+
+        Returns:
+            Ends with `result` when the payload has moved, or with TransportFailed.
+        """
+        moved: asyncio.Future[T] = self._loop.create_future()
+        self._moving.add(moved)
+        if self._failure is not None:
+            self._fail(self._failure)
+        else:
+            self._asked.put(_Move(begin, moved, result))
+        return moved
+
+    def close(self) -> None:
+        """For the loop. What is under way fails; the thread ends soon."""
+        if self._failure is None:
+            threading.Thread(target=self._abort, args=(bool(self._moving),), daemon=True).start()
+            self._fail("the group is closed")
+
+    def _abort(self, is_busy: bool) -> None:
+        if is_busy:
+            self._group.abort()
+        self._asked.put(None)
+
+    def _fail(self, failure: str) -> None:
+        self._failure = failure
+        for moved in self._moving:
+            if not moved.done():
+                moved.set_exception(TransportFailed(failure))
+                # Whoever awaited it may be gone.
+                moved.exception()
+        self._moving.clear()
+
+    def _run(self) -> None:
+        posted: deque[tuple[_Move[T], Wait]] = deque()
+        try:
+            while self._post(posted):
+                move, wait = posted.popleft()
+                wait()
+                _tell(self._loop, partial(self._finish, move))
+        except Exception as error:
+            self._group.abort()
+            _tell(self._loop, partial(self._fail, str(error).partition("\n")[0]))
+
+    def _post(self, posted: deque[tuple[_Move[T], Wait]]) -> bool:
+        """Posts all that is asked for, and waits for something if nothing is posted. False: closed."""
+        while not posted or not self._asked.empty():
+            move = self._asked.get()
+            if move is None:
+                return False
+            posted.append((move, move.begin(self._group)))
+        return True
+
+    def _finish(self, move: _Move[T]) -> None:
+        self._moving.discard(move.moved)
+        if not move.moved.done():
+            move.moved.set_result(move.result)

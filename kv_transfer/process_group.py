@@ -1,0 +1,283 @@
+"""Two ranks of torch.distributed: the only place that uses its half-private constructors.
+
+The receiver of a pair is rank 0 and hosts the place where the two meet.
+
+gloo: what nobody sends is received until `WAIT_LIMIT_S`, which closes the pair. A send that is longer than
+its receive ends the receiving process, in gloo itself: so both ends take the length from one announcement,
+and the network must be trusted.
+"""
+
+import hmac
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, ProcessGroupNCCL, Store, TCPStore, Work
+
+# To find the other rank.
+CONNECT_LIMIT_S = 10.0
+# For one payload, once it is announced.
+WAIT_LIMIT_S = 30.0
+
+# Waits in the thread that calls it; raises RuntimeError when the group is broken or aborted.
+Wait = Callable[[], None]
+
+
+class ProcessGroup(Protocol):
+    """One rank of two. What is sent is received in the same order; a tensor is a payload, [num_bytes] uint8.
+
+    `send` and `receive` do not wait. They and their waits are for one thread, `abort` is for any other.
+    """
+
+    def send(self, payload: torch.Tensor) -> Wait: ...
+
+    def receive(self, payload: torch.Tensor) -> Wait: ...
+
+    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        """Memory to receive into, [num_slots, slot_bytes] uint8, on the host."""
+        ...
+
+    def abort(self) -> None:
+        """Ends every wait, and the group, at both ranks."""
+        ...
+
+
+class _Backend(Protocol):
+    """What torch's own stubs leave out of a backend."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+class Meeting(Protocol):
+    """Where rank 0 waits for rank 1. `form` and `close` are for any thread, and wait at most CONNECT_LIMIT_S.
+
+    Attributes:
+        port: that it listens on.
+    """
+
+    @property
+    def port(self) -> int: ...
+
+    def form(self, token: bytes) -> ProcessGroup:
+        """Once.
+
+        Raises:
+            OSError, RuntimeError: nobody came who knows the token.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nobody is waited for. Allowed after `form`."""
+        ...
+
+
+class Kind(Protocol):
+    """A kind of groups."""
+
+    def host(self, host: str) -> Meeting:
+        """
+        Raises:
+            OSError, RuntimeError: nothing can listen there.
+        """
+        ...
+
+    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
+        """For rank 1.
+
+        Args:
+            at: where rank 0 waits.
+            host: what this rank is reached at.
+
+        Raises:
+            OSError, RuntimeError: nobody is there who knows the token.
+        """
+        ...
+
+
+class GlooMeeting:
+    """See Meeting."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._listening = socket.create_server((host, 0))
+        self._listening.settimeout(CONNECT_LIMIT_S)
+        self.port: int = self._listening.getsockname()[1]
+
+    def form(self, token: bytes) -> ProcessGroup:
+        with self._listening, self._listening.accept()[0] as connection:
+            connection.settimeout(CONNECT_LIMIT_S)
+            if not hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
+                raise ConnectionError("a stranger came")
+            return GlooGroup(PairStore(connection), 0, self._host)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+class Gloo:
+    """See Kind. Between CPUs, over TCP."""
+
+    def host(self, host: str) -> Meeting:
+        return GlooMeeting(host)
+
+    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
+        with socket.create_connection(at, CONNECT_LIMIT_S) as connection:
+            connection.sendall(token)
+            return GlooGroup(PairStore(connection), 1, host)
+
+
+class PairStore(Store):
+    """What the two ranks of gloo tell each other of where they are, over one connection.
+
+    In place of TCPStore, which looks up names of addresses: that takes seconds where nobody answers for
+    them, and anybody may join it.
+    """
+
+    _LENGTHS = struct.Struct("<II")
+    _LONGEST = 1 << 16
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+        self._values: dict[str, bytes] = {}
+
+    # torch's stubs say str, but bytes come.
+    def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._values[key] = value
+        name = key.encode()
+        self._connection.sendall(self._LENGTHS.pack(len(name), len(value)) + name + value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """The connection's own timeout counts."""
+        while not self._values.keys() >= set(keys):
+            name_bytes, value_bytes = self._LENGTHS.unpack(self._read(self._LENGTHS.size))
+            if max(name_bytes, value_bytes) > self._LONGEST:
+                raise ConnectionError("the other rank says what no rank says")
+            name = self._read(name_bytes).decode()
+            self._values[name] = self._read(value_bytes)
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._connection.recv(num_bytes, socket.MSG_WAITALL)
+        if len(data) < num_bytes:
+            raise ConnectionError("the other rank went")
+        return data
+
+
+class GlooGroup:
+    """See ProcessGroup."""
+
+    def __init__(self, store: Store, rank: int, host: str) -> None:
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=CONNECT_LIMIT_S)
+        self._group = cast("_Backend", ProcessGroupGloo(store, rank, 2, options))
+        self._store = store
+        self._peer = 1 - rank
+
+    def send(self, payload: torch.Tensor) -> Wait:
+        return _wait_for(self._group.send([payload], self._peer, 0))
+
+    def receive(self, payload: torch.Tensor) -> Wait:
+        return _wait_for(self._group.recv([payload], self._peer, 0))
+
+    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        return torch.empty(num_slots, slot_bytes, dtype=torch.uint8)
+
+    def abort(self) -> None:
+        """Its own `abort` does nothing; a wait that times out closes the pair."""
+        try:
+            # Another tag: no payload may end here.
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, 1).wait(
+                timedelta(milliseconds=1)
+            )
+        except RuntimeError:
+            return
+
+
+def _wait_for(work: Work) -> Wait:
+    def wait() -> None:
+        work.wait(timedelta(seconds=WAIT_LIMIT_S))
+
+    return wait
+
+
+class NcclMeeting:
+    """See Meeting."""
+
+    def __init__(self, host: str) -> None:
+        listening = socket.create_server((host, 0))
+        self.port: int = listening.getsockname()[1]
+        # The store closes it.
+        file = listening.detach()
+        self._store = TCPStore(host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+
+    def form(self, token: bytes) -> ProcessGroup:
+        return NcclGroup(PrefixStore(token.hex(), self._store), 0)
+
+    def close(self) -> None:
+        """The store ends with its last user."""
+
+
+class Nccl:
+    """See Kind. Between GPUs; NCCL looks for an interface itself (NCCL_SOCKET_IFNAME).
+
+    Not run yet: it was written without a GPU at hand.
+    """
+
+    def host(self, host: str) -> Meeting:
+        return NcclMeeting(host)
+
+    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
+        limit = timedelta(seconds=CONNECT_LIMIT_S)
+        store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=limit)
+        return NcclGroup(PrefixStore(token.hex(), store), 1)
+
+
+class NcclGroup:
+    """See ProcessGroup. Payloads pass through memory of the device, on a stream of their own."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        self._group = cast("_Backend", ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+        self._peer = 1 - rank
+
+    def send(self, payload: torch.Tensor) -> Wait:
+        with torch.cuda.stream(self._stream):
+            staged = payload.to(self._device, non_blocking=True)
+            self._group.send([staged], self._peer, 0).wait()
+            return self._recorded(staged)
+
+    def receive(self, payload: torch.Tensor) -> Wait:
+        with torch.cuda.stream(self._stream):
+            staged = torch.empty_like(payload, device=self._device)
+            self._group.recv([staged], self._peer, 0).wait()
+            payload.copy_(staged, non_blocking=True)
+            return self._recorded(staged)
+
+    def _recorded(self, staged: torch.Tensor) -> Wait:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        # `staged` is kept until then: the stream still uses it.
+        return lambda: (event.synchronize(), staged)[0]
+
+    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        return torch.empty(num_slots, slot_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+KINDS: dict[str, Kind] = {"gloo": Gloo(), "nccl": Nccl()}
