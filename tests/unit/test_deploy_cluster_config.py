@@ -7,16 +7,23 @@ import yaml
 
 from deploy.cluster_config import ClusterConfig, ConfigError, load_config, parse_config, render_config
 
+TLS = {"cert": "a.pem", "key": "a.key", "ca": "ca.pem"}
+
 
 def test_printed_configuration_reads_back_as_the_default() -> None:
     content = yaml.safe_load(render_config(ClusterConfig()))
     assert parse_config(content, "printed") == ClusterConfig()
 
 
-def test_printed_configuration_reads_back_as_what_was_set() -> None:
-    config = parse_config(
-        {"model": "m", "pools": {"decode": {"workers": 3, "worker": {"step_tokens": 64}}}}, "test"
-    )
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": "m", "pools": {"decode": {"workers": 3, "worker": {"step_tokens": 64}}}},
+        {"worker": {"tls": TLS}, "router": {"tls": TLS, "api_keys_file": "keys", "host": "0.0.0.0"}},
+    ],
+)
+def test_printed_configuration_reads_back_as_what_was_set(content: dict[str, object]) -> None:
+    config = parse_config(content, "test")
     assert parse_config(yaml.safe_load(render_config(config)), "printed") == config
 
 
@@ -44,6 +51,14 @@ def test_every_printed_key_has_a_comment() -> None:
         (
             {"pools": {"decode": {"worker": {"kv_dtype": "fp8"}}}},
             "kv_dtype must be the same in both pools, not auto and fp8",
+        ),
+        ({"router": {"host": "0.0.0.0"}}, "router: host: 0.0.0.0 can be reached from other machines"),
+        ({"router": {"client_ca": "ca.pem"}}, "router: client_ca: needs tls"),
+        ({"worker": {"tls": TLS}}, "tls: give it to both router and worker, or to neither"),
+        ({"router": {"tls": {"crt": "a.pem"}}}, "unknown key 'router.tls.crt' (did you mean 'cert'?)"),
+        (
+            {"worker": {"tls": TLS, "kv_transport": "gloo"}, "router": {"tls": TLS}},
+            "gloo cannot encrypt: with TLS it is used only where --kv-trusted-network",
         ),
     ],
 )
@@ -90,3 +105,12 @@ def test_clients_see_the_models_name(model: str, model_name: str | None, served:
 
 def test_clients_see_the_name_of_a_models_folder(tmp_path: Path) -> None:
     assert ClusterConfig(model=str(tmp_path)).served_name == tmp_path.name
+
+
+def test_workers_on_machines_that_others_can_reach_need_tls() -> None:
+    with pytest.raises(ConfigError, match=r"^worker: host: 10\.1\.2\.3 can be reached"):
+        ClusterConfig().check_workers_at(["127.0.0.1", "10.1.2.3"])
+    ClusterConfig().check_workers_at(["127.0.0.1"])
+    for worker in ({"tls": TLS}, {"insecure": True}):
+        router = {"tls": TLS} if "tls" in worker else {}
+        parse_config({"worker": worker, "router": router}, "test").check_workers_at(["10.1.2.3"])
