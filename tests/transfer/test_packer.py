@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.kv_layout import KVLayout
 from kv_transfer.frame import HEADER_BYTES, Frame, cut, decode, encode
-from kv_transfer.packer import JOINED_BYTES, FrameLimitTooSmall, FramePacker
+from kv_transfer.packer import JOINED_BYTES, LAST_JOINED_BYTES, FrameLimitTooSmall, FramePacker
 from tests.transfer.prompts import Prompt, empty_kv, make_layout, quantized, write_slice
 
 
@@ -56,6 +56,14 @@ def test_a_frame_leaves_as_soon_as_it_is_large_enough() -> None:
     tokens = JOINED_BYTES // layout.layer_token_bytes(0)
     frames = pack(Prompt.random(layout, tokens), tokens, 4 << 20)
     assert [f.layer_count for f in frames] == [1, 1, 1, 1]
+
+
+def test_the_last_layer_leaves_alone_where_layers_are_not_small() -> None:
+    """After the last layer there is no computing that hides what is sent."""
+    layout = make_layout(num_layers=6, num_heads=8, head_dim=64)
+    tokens = LAST_JOINED_BYTES // layout.layer_token_bytes(0)
+    frames = pack(Prompt.random(layout, tokens), tokens, 4 << 20)
+    assert [f.layer_count for f in frames] == [4, 1, 1]
 
 
 def test_a_limit_below_one_token_is_refused() -> None:
