@@ -123,7 +123,10 @@ class FairQueue(Generic[T]):
 
     def charge(self, key: str, tokens: float) -> None:
         """The key was served so many more."""
-        self._account(key).served += tokens
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._account(key)
+        account.served += tokens
 
     def remove(self, entry: Entry[T]) -> None:
         """Takes out one that does not wait any longer. May be called again."""

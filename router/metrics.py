@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.bucket_counter import BucketCounter
 from router.completion import End, StageTimes
 
 # Buckets as OpenTelemetry's gen_ai conventions have them, in seconds.
@@ -27,12 +28,12 @@ class RouterMetrics:
             buckets=_FIRST_TOKEN_S,
             registry=registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = BucketCounter(
             "baton_inter_token_latency_seconds",
             "Between two tokens of a sequence, as they arrive at the router.",
-            buckets=_INTER_TOKEN_S,
-            registry=registry,
+            _INTER_TOKEN_S,
         )
+        registry.register(self.inter_token)
         self._request = Histogram(
             "baton_e2e_request_latency_seconds",
             "A request's arrival at the router to its end, of those that ended well.",

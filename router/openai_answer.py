@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel
 
 from router.chat_sample import AnswerMessage, ChatSample, Delta, FinishWord
+from router.chunk_template import ChunkTemplate
 from router.completion import End, FinishReason, ScoredPrompt, Usage
 from router.openai_logprobs import ChatLogprobs, LogprobsWriter, PromptLogprobs, TextLogprobs
 from router.shown_tokens import PlacedToken
@@ -136,6 +137,7 @@ class ChatShape:
 
     def __init__(self, head: AnswerHead, new_parser: Callable[[], ToolParser]) -> None:
         self._head = head
+        self._templates: dict[int, ChunkTemplate] = {}
         self._samples: dict[int, ChatSample] = defaultdict(lambda: ChatSample(new_parser()))
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
@@ -146,10 +148,21 @@ class ChatShape:
         """The log probabilities are told with the first of them."""
         logprobs = self._logprobs(tokens)
         deltas = self._samples[sample].deltas(text)
+        if self._head.logprobs is None:
+            return [self._bare_chunk(sample, delta) for delta in deltas]
         if not deltas and logprobs is not None:
             deltas = [Delta(content="")]
         told = [logprobs, *(None for _ in deltas[1:])]
         return [self._chunk(sample, delta, each, None) for delta, each in zip(deltas, told, strict=False)]
+
+    def _bare_chunk(self, sample: int, delta: Delta) -> str:
+        if delta.tool_calls:
+            return self._chunk(sample, delta, None, None)
+        template = self._templates.get(sample)
+        if template is None:
+            body = self._chunk(sample, Delta(content=ChunkTemplate.MARK), None, None)
+            template = self._templates[sample] = ChunkTemplate(body)
+        return template.with_text(delta.content)
 
     def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
         parsed = self._samples[sample]
@@ -207,6 +220,7 @@ class TextShape:
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
+        self._templates: dict[int, ChunkTemplate] = {}
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
         if not echo.text:
@@ -214,7 +228,13 @@ class TextShape:
         return [self._chunk(sample, echo.text, echo.tokens, None) for sample in range(num_samples)]
 
     def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
-        return [self._chunk(sample, text, tokens, None)]
+        if self._head.logprobs is not None:
+            return [self._chunk(sample, text, tokens, None)]
+        template = self._templates.get(sample)
+        if template is None:
+            template = ChunkTemplate(self._chunk(sample, ChunkTemplate.MARK, (), None))
+            self._templates[sample] = template
+        return [template.with_text(text)]
 
     def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
         return [self._chunk(sample, "", (), reason)]

@@ -50,6 +50,8 @@ class OpenAIResponse(Response):
         self._draft = draft
         self._shape = shape
         self._headers = {"x-request-id": draft.request_id}
+        # With their log probabilities; without, a chunk has nothing of its tokens but their text.
+        self._tells_tokens = body.num_logprobs is not None
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +116,8 @@ class OpenAIResponse(Response):
             case ScoredPrompt():
                 return []
             case Piece(sample=sample):
-                return self._chunks(sample, output.text, shown[sample].push(output))
+                tokens = shown[sample].push(output) if self._tells_tokens else []
+                return self._chunks(sample, output.text, tokens)
             case SampleEnd():
                 return self._sample_end(shown, output)
             case End(last=last, usage=usage):
@@ -122,11 +125,12 @@ class OpenAIResponse(Response):
                 return [*self._sample_end(shown, last), *usage_chunks, "[DONE]"]
 
     def _sample_end(self, shown: list[ShownTokens], end: SampleEnd) -> list[str]:
-        rest = self._chunks(end.sample, end.text, shown[end.sample].finish(end))
+        tokens = shown[end.sample].finish(end) if self._tells_tokens else []
+        rest = self._chunks(end.sample, end.text, tokens)
         return [*rest, *self._shape.last_chunks(end.sample, end.finish_reason)]
 
     def _chunks(self, sample: int, text: str, tokens: list[PlacedToken]) -> list[str]:
-        if text or (tokens and self._body.num_logprobs is not None):
+        if text or tokens:
             return self._shape.chunks(sample, text, tokens)
         return []
 

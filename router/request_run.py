@@ -22,6 +22,7 @@ from router.sample_run import SampleRun
 from router.submission import AttemptId, submits
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
+from router.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RequestRun:
             for number in range(request.sampling.n)
         )
         self._running: dict[SampleGroup, Attempt] = {}
-        self._changed = asyncio.Event()
+        self._changed = WakeUp()
         self._num_attempts = 0
         # Of the prompt's log probabilities, what has not come.
         self._prompt_logprobs = request.sampling.prompt_logprobs
@@ -73,10 +74,9 @@ class RequestRun:
         try:
             while True:
                 await self._changed.wait()
-                self._changed.clear()
                 for group, attempt in [*self._running.items()]:
                     if (event := attempt.take()) is not None:
-                        self._changed.set()
+                        self._changed.due()
                         for output in self._hear(attempt, event):
                             if isinstance(output, SampleEnd) and self._num_live == 0:
                                 last = output
@@ -125,7 +125,7 @@ class RequestRun:
             {number: len(share.generated) for number in share.samples},
             share.options,
             since_s,
-            self._changed.set,
+            self._changed.due,
         )
         attempt.submit(
             [(self._fleet.session(worker), worker.worker_id, message) for worker, message in messages]
@@ -212,8 +212,7 @@ class RequestRun:
             self._metrics.first_token.observe(arrived_s - self._request.arrival_s)
         if sample.last_arrival_s is not None:
             each_s = (arrived_s - sample.last_arrival_s) / num_came
-            for _ in range(num_kept):
-                self._metrics.inter_token.observe(each_s)
+            self._metrics.inter_token.observe(each_s, num_kept)
         sample.last_arrival_s = arrived_s
         self._metrics.generation_tokens.inc(num_kept)
 

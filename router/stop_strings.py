@@ -1,11 +1,10 @@
 """Ends a text before the first of some strings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(NamedTuple):
     """What may go to the client, and whether the text ends with it."""
 
     text: str
@@ -25,6 +24,8 @@ class StopStrings:
 
     def push(self, text: str) -> Passed:
         """Takes the text's next piece. After `stopped` nothing may be pushed."""
+        if not self._stops:
+            return Passed(text, stopped=False)
         self._held += text
         start = self._first_match()
         if start is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
+from router.utf8_detokenizer import Utf8Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class TextStream:
         Args:
             markup: special tokens that are text here.
         """
-        self._detokenizer = Detokenizer(tokenizer, tokenizer.special_ids_of(markup))
+        kind = Utf8Detokenizer if tokenizer.is_byte_level else Detokenizer
+        self._detokenizer = kind(tokenizer, tokenizer.special_ids_of(markup))
         self._stop_strings = StopStrings(stop)
         self._num_chars = 0
 

@@ -34,10 +34,14 @@ class Tokenizer:
         named = {id_ for token in special_tokens.values() if (id_ := backend.token_to_id(token)) is not None}
         self.special_ids: frozenset[int] = frozenset(flagged | named)
         # Such decoders judge a run of byte tokens as a whole: see Detokenizer.
-        self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend)
+        decoder = json.loads(backend.to_str())["decoder"] or {}
+        self.byte_fallback_ids: frozenset[int] = _byte_fallback_ids(backend, json.dumps(decoder))
         # Written as they are, not in the characters of bytes.
         self._added_ids = frozenset(added)
-        self._bytes_of_char = _bytes_of_char(backend)
+        self._bytes_of_char = _bytes_of_char(json.dumps(decoder))
+        # Whether a text is the bytes of its tokens, one after the other.
+        self.is_byte_level: bool = decoder.get("type") == "ByteLevel"
+        self._known_bytes: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -124,6 +128,13 @@ class Tokenizer:
             return bytes(self._bytes_of_char[char] for char in name)
         return self.token_text(token_id).encode()
 
+    def known_bytes(self, token_id: int) -> bytes:
+        """`token_bytes`, remembered: a vocabulary is all that can come."""
+        known = self._known_bytes.get(token_id)
+        if known is None:
+            known = self._known_bytes[token_id] = self.token_bytes(token_id)
+        return known
+
     def special_ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
         """Those of `tokens` that are special."""
         return self.special_ids & {self._backend.token_to_id(token) for token in tokens}
@@ -169,21 +180,21 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _byte_fallback_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+def _byte_fallback_ids(backend: tokenizers.Tokenizer, decoder: str) -> frozenset[int]:
     """Ids of `<0x00>` to `<0xFF>` where the tokenizer's decoder turns them into bytes."""
-    if '"ByteFallback"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+    if '"ByteFallback"' not in decoder:
         return frozenset()
     ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(id_ for id_ in ids if id_ is not None)
 
 
-def _bytes_of_char(backend: tokenizers.Tokenizer) -> dict[str, int]:
+def _bytes_of_char(decoder: str) -> dict[str, int]:
     """What byte each character of a byte-level token stands for; {} for other tokenizers.
 
     The table is GPT-2's: printable Latin-1 characters stand for themselves, the other bytes in order for
     the characters from U+0100 on.
     """
-    if '"ByteLevel"' not in json.dumps(json.loads(backend.to_str())["decoder"]):
+    if '"ByteLevel"' not in decoder:
         return {}
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

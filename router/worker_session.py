@@ -93,6 +93,7 @@ class WorkerSession:
         # To whom the prefill legs hand off: the decode workers' ids.
         self._receivers: dict[int, str] = {}
         self._sent = _SentSinceReport()
+        self._token_bytes = 0
         self._silence: asyncio.Timeout | None = None
         self._end_reason: str | None = None
         self._retiring = False
@@ -182,6 +183,7 @@ class WorkerSession:
                 f"{description.worker_id} serves {description.model!r}, this router {self._model!r}"
             )
         self.description = description
+        self._token_bytes = _token_bytes(description.layout)
 
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
         for prefilled in step.prefilled:
@@ -271,7 +273,7 @@ class WorkerSession:
             pairing=f"{layout.model_fingerprint}/{layout.dtype}/{layout.block_size}",
             block_size=layout.block_size,
             capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),
-            token_bytes=_token_bytes(layout),
+            token_bytes=self._token_bytes,
             num_blocks=load.num_blocks,
             free_blocks=load.free_blocks - self._sent.blocks,
             num_running=load.num_running,

@@ -1,0 +1,28 @@
+"""Generated tokens to text where each token stands for bytes of its own."""
+
+import codecs
+
+from router.tokenizer import Tokenizer
+
+
+class Utf8Detokenizer:
+    """The text of one sample as its tokens arrive: what `Detokenizer` gives, for byte-level tokenizers.
+
+    Their text is the bytes of the tokens, one after the other, as UTF-8 with U+FFFD for what is none: nothing
+    has to be decoded twice.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids - shown
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes final."""
+        if token_id in self._hidden:
+            return ""
+        return self._decoder.decode(self._tokenizer.known_bytes(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back. A character whose last bytes never came is U+FFFD in it."""
+        return self._decoder.decode(b"", final=True)
