@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kv_transfer.frame import Frame
 from kv_transfer.messages import Accepted, Close, CloseReason, Commit, Drop, DropCause, Open, TransferId
@@ -174,11 +175,11 @@ class HandoffOutbound:
 
     async def _drive(self, link: SenderLink) -> None:
         self._act(self._sender.start())
-        reader = asyncio.create_task(self._guard(self._read(link)))
+        reader = asyncio.create_task(self._guard(partial(self._read, link)))
         tasks = (
             reader,
-            asyncio.create_task(self._guard(self._write_control(link))),
-            asyncio.create_task(self._guard(self._write_frames(link))),
+            asyncio.create_task(self._guard(partial(self._write_control, link))),
+            asyncio.create_task(self._guard(partial(self._write_frames, link))),
         )
         try:
             await asyncio.wait({self.outcome})
@@ -191,10 +192,10 @@ class HandoffOutbound:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         """However `work` ends before the outcome, it ends the hand-off."""
         try:
-            await work
+            await work()
         except LinkBroken as broken:
             # What damaged a frame may damage the next: it is built again too.
             lost = isinstance(broken, PeerLost) or broken.cause is DropCause.DAMAGED
@@ -216,17 +217,24 @@ class HandoffOutbound:
             await link.send(await self._control.get())
 
     async def _write_frames(self, link: SenderLink) -> None:
-        async with asyncio.TaskGroup() as leaving:
-            while (frame := await self._frames.get()) is not None:
-                if self._sender.outcome is not None:
-                    self._feed(FrameLeft(frame.number))
-                    continue
-                left = await link.write_frame(frame)
-                if left.done():
-                    await self._see_off(frame, left)
-                else:
-                    leaving.create_task(self._guard(self._see_off(frame, left)))
+        try:
+            async with asyncio.TaskGroup() as leaving:
+                await self._begin_frames(link, leaving)
+        except ExceptionGroup as group:
+            # This task's own error: the others are guarded.
+            raise group.exceptions[0] from None
         await link.finish_frames()
+
+    async def _begin_frames(self, link: SenderLink, leaving: asyncio.TaskGroup) -> None:
+        while (frame := await self._frames.get()) is not None:
+            if self._sender.outcome is not None:
+                self._feed(FrameLeft(frame.number))
+                continue
+            left = await link.write_frame(frame)
+            if left.done():
+                await self._see_off(frame, left)
+            else:
+                leaving.create_task(self._guard(partial(self._see_off, frame, left)))
 
     async def _see_off(self, frame: Frame, left: asyncio.Future[None]) -> None:
         await left
