@@ -12,12 +12,15 @@ import httpx
 import openai
 import pytest
 
+from decode_worker.server import DecodeWorker
+from kv_transfer.bulk import SlotTerms
 from kv_transfer.grpc_transport import FRAMES_METHOD
 from kv_transfer.messages import Accepted, Grant, TransferId
 from kv_transfer.outbound import HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.servicer import KvTransferService
 from kv_transfer.transport import LinkBroken
+from kv_transfer.transport_choice import Transports, transports_for
 from protos import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.__main__ import parse_config
 from router.config import RouterConfig
@@ -33,6 +36,7 @@ from tests.cluster.secured import BEARER, KEY, Certificates, SecuredCluster, com
 from tests.engine.engines import prompt_of
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.sinks import MemoryDoor, MemorySink
+from worker.config import WorkerConfig
 
 ASKED = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
 WRONG: list[dict[str, str]] = [
@@ -330,6 +334,50 @@ async def test_kv_bytes_can_be_read_on_the_wire_only_without_tls(
     assert readable == [not is_secured] * len(pieces)
     assert (secret in relay.seen) == (not is_secured)
     assert len(relay.seen) > prompt.kv_bytes
+
+
+def test_with_tls_auto_takes_nothing_that_cannot_encrypt() -> None:
+    slots = SlotTerms(4, 1 << 20)
+    every_way = Transports((*transports_for("gloo", slots).bulk, *transports_for("auto", slots).bulk))
+    assert every_way.names == ("gloo", "shm", "grpc")
+    assert every_way.encrypted.names == ("shm", "grpc")
+    assert transports_for("auto", slots).names == ("shm", "grpc")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_with_tls_what_cannot_encrypt_needs_a_trusted_network_and_says_so(
+    tiny_model: Path, certificates: Certificates, transport: str
+) -> None:
+    options = {
+        "model_path": tiny_model,
+        "tls": certificates.tls("worker"),
+        "kv_transport": transport,
+    }
+    with pytest.raises(ValueError, match=f"{transport} cannot encrypt: .*--kv-trusted-network"):
+        WorkerConfig(**options)
+    assert WorkerConfig(**options, kv_trusted_network=True).may_send_plain_kv
+
+
+async def test_a_router_shows_which_workers_trust_their_network(
+    tiny_model: Path, certificates: Certificates
+) -> None:
+    config = WorkerConfig(
+        model_path=tiny_model,
+        model_name="tiny",
+        device="cpu",
+        dtype="float32",
+        kv_cache_bytes=16 << 20,
+        tls=certificates.tls("worker"),
+        kv_transport="gloo",
+        kv_trusted_network=True,
+    )
+    worker = await DecodeWorker.start(config)
+    directory = StaticDirectory(decode=[worker.address])
+    async with started_router(tiny_model, directory, tls=certificates.tls("router")) as router:
+        await until(router, lambda workers: len(workers) == 1)
+        (status,) = router.fleet.statuses()
+    await worker.stop()
+    assert (status.tls, status.kv_trusted_network) == (True, True)
 
 
 async def test_a_door_with_a_client_ca_takes_only_its_certificates(
