@@ -73,7 +73,13 @@ class SseWriter:
 
 
 async def serve() -> None:
-    server = grpc.aio.server()
+    # As the router's: a burst of calls waits, it is not cut off.
+    server = grpc.aio.server(
+        options=[
+            ("grpc.server.max_pending_requests", 1 << 20),
+            ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+        ]
+    )
     handler = grpc.stream_stream_rpc_method_handler(
         _echo,
         request_deserializer=inference_pb2.GenerateResponse.FromString,

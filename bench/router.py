@@ -34,8 +34,8 @@ Client = Callable[[str, Shape], Awaitable[Tally]]
 # Few enough tokens a second that clients and workers keep up on the one core that they share.
 TOKEN_SHAPES = {
     1: Shape(streams=1, requests=10, tokens=128, step_ms=2),
-    100: Shape(streams=100, requests=2, tokens=96, step_ms=50),
-    2000: Shape(streams=2000, requests=1, tokens=24, step_ms=800),
+    100: Shape(streams=100, requests=2, tokens=192, step_ms=30),
+    2000: Shape(streams=2000, requests=1, tokens=64, step_ms=700),
 }
 # Two tokens: the shortest answer that is handed off.
 REQUEST_SHAPE = Shape(streams=32, requests=30, tokens=2, step_ms=1)

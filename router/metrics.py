@@ -40,13 +40,14 @@ class RouterMetrics:
             buckets=_REQUEST_S,
             registry=registry,
         )
-        self._stage = Histogram(
+        stages = Histogram(
             "baton_request_stage_seconds",
             "Where the time of a request that ended well went.",
             ("stage",),
             buckets=_REQUEST_S,
             registry=registry,
         )
+        self._stages = {stage: stages.labels(stage) for stage, _ in _stages(StageTimes())}
         self.running = Gauge("baton_num_requests_running", "Requests without an end yet.", registry=registry)
         self._success = Counter(
             "baton_request_success", "Requests that ended well.", ("finished_reason",), registry=registry
@@ -100,7 +101,7 @@ class RouterMetrics:
         self._prompt_tokens.inc(end.usage.prompt_tokens)
         self._kv_bytes.inc(end.served_by.kv_bytes)
         for stage, seconds in _stages(end.stage_times):
-            self._stage.labels(stage).observe(seconds)
+            self._stages[stage].observe(seconds)
 
     def failed(self, code: str) -> None:
         self._errors.labels(code).inc()

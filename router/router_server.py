@@ -45,6 +45,10 @@ _GRPC_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     # A port that another process has is an error, not a share of its connections.
     ("grpc.so_reuseport", 0),
+    # Who is refused in a burst of calls is ours to say: beyond 1000 that it has not taken up, gRPC would
+    # cancel some at random.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
 ]
 
 

@@ -94,6 +94,8 @@ class WorkerSession:
         self._receivers: dict[int, str] = {}
         self._sent = _SentSinceReport()
         self._token_bytes = 0
+        # Until something that it tells changes.
+        self._snapshot: WorkerSnapshot | None = None
         self._silence: asyncio.Timeout | None = None
         self._end_reason: str | None = None
         self._retiring = False
@@ -164,12 +166,14 @@ class WorkerSession:
             case "load":
                 self.load = message.load
                 self._sent = _SentSinceReport()
+                self._snapshot = None
                 on_change()
             case "cache":
                 if not self._observations.prefixes.hear(self.id, message.cache):
                     self._send(worker_pb2.RouterMessage(cache_query=worker_pb2.CacheQuery()))
             case "description":
                 self._accept(message.description)
+                self._snapshot = None
                 on_change()
 
     def _accept(self, description: worker_pb2.WorkerDescription) -> None:
@@ -206,6 +210,7 @@ class WorkerSession:
         """What a submission that follows at once will take of the worker, until its next report tells."""
         self._sent.prompt_tokens += prompt_tokens
         self._sent.blocks += blocks
+        self._snapshot = None
 
     def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
         """Queues a submission; `listener` hears all of the attempt until `release` or `cancel`.
@@ -214,6 +219,7 @@ class WorkerSession:
         """
         self._listeners[submit.attempt.number] = listener
         self._sent.sequences += 1
+        self._snapshot = None
         if submit.WhichOneof("leg") == "prefill":
             self._receivers[submit.attempt.number] = submit.prefill.decode_worker_id
         self._send(worker_pb2.RouterMessage(submit=submit))
@@ -237,10 +243,12 @@ class WorkerSession:
     def retire(self) -> None:
         """Ends the session as soon as no attempt is left in it."""
         self._retiring = True
+        self._snapshot = None
         self._end_if_retired()
 
     def unretire(self) -> None:
         self._retiring = False
+        self._snapshot = None
 
     def _end_if_retired(self) -> None:
         if self._retiring and not self._listeners:
@@ -262,6 +270,13 @@ class WorkerSession:
         description, load = self.description, self.load
         if description is None or load is None or self._end_reason is not None:
             return None
+        if self._snapshot is None:
+            self._snapshot = self._take_snapshot(description, load)
+        return self._snapshot
+
+    def _take_snapshot(
+        self, description: worker_pb2.WorkerDescription, load: worker_pb2.LoadReport
+    ) -> WorkerSnapshot:
         layout = description.layout
         return WorkerSnapshot(
             address=self.address,

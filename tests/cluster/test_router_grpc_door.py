@@ -24,7 +24,7 @@ from tests.cluster.router_bench import (
     until,
 )
 from tests.cluster.router_fixtures import Cluster
-from tests.cluster.scripted_worker import ScriptedWorker
+from tests.cluster.scripted_worker import DEADLINE_S, ScriptedWorker
 
 
 async def refusal(scripted: Cluster, request: GenerateRequest) -> grpc.aio.AioRpcError:
@@ -203,3 +203,11 @@ async def test_the_drain_limit_ends_the_wait(scripted: Cluster) -> None:
         await both_legs(scripted.prefill, scripted.decode)
         await scripted.router.drain(0.0)
         assert not running.done()
+
+
+async def test_every_call_of_a_burst_is_answered(tiny_model: Path) -> None:
+    """gRPC itself would cancel some."""
+    async with running_router(tiny_model) as router, inference_stub(router) as stub:
+        calls = [stub.Generate(token_request(), timeout=DEADLINE_S) for _ in range(3000)]
+        codes = await asyncio.gather(*(call.code() for call in calls))
+    assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
