@@ -62,7 +62,7 @@ async def test_nothing_is_left_of_a_pair_that_closed(wire: Wire) -> None:
     assert open_segments() > before
     await wire.peers.close()
     await wire.receiver.service.close()
-    while open_segments() != before:
+    while open_segments() != before:  # noqa: ASYNC110
         # Both ends close on their own; what stays open keeps the test waiting until its time is over.
         await asyncio.sleep(0)
 
