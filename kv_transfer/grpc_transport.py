@@ -231,7 +231,9 @@ class GrpcSenderLink:
             moving = await self._frames.write(frame)
         except TransportFailed as error:
             await self._raise_end_of_frames(str(error))
-        return moving if moving.done() else asyncio.ensure_future(self._see_off(moving))
+        if moving.done() and moving.exception() is None:
+            return moving
+        return asyncio.ensure_future(self._see_off(moving))
 
     async def _see_off(self, moving: asyncio.Future[None]) -> None:
         try:

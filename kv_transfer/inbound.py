@@ -140,6 +140,8 @@ class HandoffInbound:
             self._feed(LinkEnded(broken.result()))
 
     async def _reserve(self) -> None:
+        if self._over.done():
+            return  # asked now, the engine would hold for good what was released before
         outcome = await self._attempt(self._sink.reserve())
         self._feed(ReserveFailed(outcome) if isinstance(outcome, Drop) else BlocksReserved(outcome))
 

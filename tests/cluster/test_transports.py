@@ -11,7 +11,7 @@ from tests.engine.engines import prompt_of
 from tests.reference import NearTies, Reference
 
 
-@pytest.fixture(params=["grpc", "shm"])
+@pytest.fixture(params=["grpc", "shm", "gloo"])
 async def cluster(tiny_model: Path, request: pytest.FixtureRequest):
     async with local_cluster(tiny_model, step_tokens=64, kv_transport=request.param) as running:
         yield running

@@ -186,6 +186,16 @@ async def test_a_flipped_bit_is_found_and_told_to_both_sides(wire: Wire, proxy: 
     assert received.cause is DropCause.DAMAGED
 
 
+async def test_a_sink_that_was_given_up_before_its_push_is_asked_for_nothing(wire: Wire) -> None:
+    """Conformance 2: its blocks would come after they were freed."""
+    sink = wire.make_sink()
+    sink.dropped.set_result(Drop(DropCause.CANCELLED, "the router cancelled"))
+    await wire.submit(sink=sink)
+    assert "the router cancelled" in await refusal(wire.outbound())
+    assert not sink.asked.is_set()
+    assert sink.outcomes == [Drop(DropCause.CANCELLED, "the router cancelled")]
+
+
 async def test_a_sink_that_raises_ends_the_hand_off(wire: Wire) -> None:
     class BrokenSink(MemorySink):
         async def scatter(self, slices: object) -> None:
