@@ -78,11 +78,20 @@ class ScriptedSession:
         self.legs: dict[int, SubmittedLeg] = {}
         self.numbers: list[int] = []
         self.outbox: asyncio.Queue[worker_pb2.WorkerMessage] = asyncio.Queue()
+        self.cache_queries: asyncio.Queue[worker_pb2.CacheQuery] = asyncio.Queue()
         self._steps = itertools.count()
 
     def say(self, event: worker_pb2.StepEvent) -> None:
         event.step = next(self._steps)
         self.outbox.put_nowait(worker_pb2.WorkerMessage(step=event))
+
+    def say_cache(self, number: int, stored: Sequence[bytes], *, is_snapshot: bool = False) -> None:
+        event = worker_pb2.CacheEvent(number=number, stored=stored, is_snapshot=is_snapshot)
+        self.outbox.put_nowait(worker_pb2.WorkerMessage(cache=event))
+
+    async def cache_query_arrives(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.cache_queries.get()
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -179,5 +188,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 session.numbers.append(number)
                 session.legs[number] = leg = SubmittedLeg(session, message.submit)
                 self.submitted.put_nowait(leg)
+            case "cache_query":
+                session.cache_queries.put_nowait(message.cache_query)
             case "cancel":
                 session.legs[message.cancel.attempt.number].cancelled.set()
