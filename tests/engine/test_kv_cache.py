@@ -19,13 +19,19 @@ def cache() -> KVCache:
     return KVCache(LAYOUT, 5, torch.device("cpu"))
 
 
+WHOLE_BLOCKS = torch.tensor([16, 17, 18, 19, 4, 5, 6, 7])
+ACROSS_BLOCKS = torch.tensor([6, 7, 8, 9])
+BLOCK_BACKWARDS = torch.tensor([11, 10, 9, 8])
+
+
 @pytest.mark.parametrize("index", [0, 1])
-def test_gathers_what_was_scattered(cache: KVCache, index: int):
+@pytest.mark.parametrize("slots", [SLOTS, WHOLE_BLOCKS, ACROSS_BLOCKS, BLOCK_BACKWARDS], ids=str)
+def test_gathers_what_was_scattered(cache: KVCache, index: int, slots: torch.Tensor):
     tensor = LAYOUT.layers[1][index]
-    data = torch.randn(5, tensor.num_heads, tensor.head_dim)
-    cache.scatter(1, index, SLOTS, data)
-    assert torch.equal(cache.gather(1, index, SLOTS), data)
-    assert torch.equal(cache.gather(1, index, SLOTS.flip(0)), data.flip(0))
+    data = torch.randn(len(slots), tensor.num_heads, tensor.head_dim)
+    cache.scatter(1, index, slots, data)
+    assert torch.equal(cache.gather(1, index, slots), data)
+    assert torch.equal(cache.gather(1, index, slots.flip(0)), data.flip(0))
 
 
 def test_scatter_touches_nothing_else(cache: KVCache):
