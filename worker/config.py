@@ -29,7 +29,15 @@ class WorkerConfig(EngineConfig):
     )
     cores: tuple[int, ...] = Field(default=(), description="Cores to pin the process to. Default: all.")
     drain_limit_s: float = Field(
-        default=60.0, ge=0, description="After SIGTERM: how long running requests may take to finish."
+        default=60.0,
+        ge=0,
+        description="After SIGTERM: how long running requests may take to finish. Routers then continue them "
+        "on other workers.",
+    )
+    step_limit_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="A worker whose engine works on one step for longer than any could take ends itself.",
     )
     kv_transport: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
         default="auto",

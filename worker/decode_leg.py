@@ -50,6 +50,8 @@ class DecodeLeg(Leg):
         self.dropped: asyncio.Future[Drop] = loop.create_future()
         # A Push has it.
         self.claimed = False
+        # From then on the engine is asked for nothing: what it got would stay there.
+        self._is_freed = False
         self._request = engine_request(assignment, kv_source=KVSource.HANDOFF)
         self._engine = engine
         self._layout = layout
@@ -73,6 +75,7 @@ class DecodeLeg(Leg):
         self._free()
 
     def _free(self) -> None:
+        self._is_freed = True
         self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
 
     @property
@@ -83,6 +86,8 @@ class DecodeLeg(Leg):
     async def reserve(self) -> int:
         try:
             request = await asyncio.shield(self._complete)
+            if self._is_freed:
+                raise HandoffDropped(Drop(DropCause.CANCELLED, "the attempt is over here"))
             await self._engine.call(lambda engine: engine.submit(request))
         except InvalidRequest as error:
             raise HandoffDropped(Drop(DropCause.INVALID, str(error))) from error

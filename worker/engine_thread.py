@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -19,6 +20,10 @@ Operation = Callable[[Engine], object]
 
 class EngineFailed(RuntimeError):
     """The engine thread is over: its worker must be replaced. The cause is the exception's cause."""
+
+
+class EngineStuck(EngineFailed):
+    """The engine has work and does not come to the end of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class EngineThread:
         self._operations: SimpleQueue[Operation | None] = SimpleQueue()
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         self._calls: set[asyncio.Future] = set()
+        # When the step or operation began that runs, `time.monotonic()` seconds; None: there is no work.
+        self._began: float | None = None
         # Ends with the thread: None after `stop`, else the error that ended it.
         self.ended: asyncio.Future[Exception | None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,6 +76,12 @@ class EngineThread:
         """Ends the thread after the step that runs, and waits for it."""
         self._operations.put(None)
         await asyncio.wait([self.ended])
+
+    def give_up_after(self, limit_s: float) -> None:
+        """Ends with `EngineStuck` if what runs has run for longer. The thread itself cannot be ended."""
+        began = self._began
+        if began is not None and time.monotonic() - began > limit_s:
+            self._end(EngineStuck(f"no step has ended for more than {limit_s:g} s"))
 
     def post(self, operation: Operation) -> None:
         """Runs `operation` before the next step. It must not raise: that would end the engine."""
@@ -121,7 +134,9 @@ class EngineThread:
         """Runs what is queued; an idle engine waits for something. False: it is time to stop."""
         may_wait = is_idle
         while may_wait or not self._operations.empty():
+            self._began = None
             operation = self._operations.get()
+            self._began = time.monotonic()
             if operation is None:
                 return False
             operation(engine)
@@ -130,6 +145,7 @@ class EngineThread:
 
     def _step(self, engine: Engine) -> bool:
         """False: there was nothing to compute, and will not be before an operation changes that."""
+        self._began = time.monotonic()
         granted = engine.admit()
         launched = engine.launch()
         result = engine.collect(launched) if launched is not None else None
@@ -142,7 +158,8 @@ class EngineThread:
             self._ready.set_exception(error or EngineFailed("stopped before it was ready"))
         for future in list(self._calls):
             _fail(future, EngineFailed(f"the engine ended: {error}"))
-        self.ended.set_result(error)
+        if not self.ended.done():
+            self.ended.set_result(error)
 
 
 def _resolve(future: asyncio.Future[T], result: T, on_result: Callable[[T], None] | None = None) -> None:

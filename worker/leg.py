@@ -156,6 +156,12 @@ class LegTable:
             task.cancel()
         return task
 
+    def drop_all(self, dropped: LegDropped) -> None:
+        """Ends every leg and tells its router why."""
+        for key, leg in self._legs.items():
+            self._report_dropped(leg.assignment, dropped)
+            self._tasks[key].cancel()
+
     async def wait_empty(self) -> None:
         await self._empty.wait()
 

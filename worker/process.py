@@ -101,7 +101,10 @@ def main(program: str, description: str, worker_class: Callable[[], type["Worker
         failed = uvloop.run(_serve(served, options))
     except (OSError, ModelError) as error:
         sys.exit(f"{program}: {error}")
-    sys.exit(1 if failed else 0)
+    if failed:
+        # The engine's thread may hang where nothing can end it but the process's end.
+        logging.shutdown()
+        os._exit(1)
 
 
 def _parse(program: str, description: str) -> WorkerOptions:

@@ -23,17 +23,18 @@ from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from security.channel_security import channel_security
 from worker.config import WorkerConfig
 from worker.decode_leg import DecodeDoor, DecodeLeg
+from worker.ended_leg import EndedLeg
 from worker.engine_thread import EngineReport, EngineThread
 from worker.grammars import RequestGrammars
 from worker.grant_window import GrantWindow
 from worker.kv_export import KVExport
-from worker.leg import Assignment, LegTable
+from worker.leg import Assignment, Leg, LegDropped, LegFactory, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
 from worker.metrics_server import MetricsServer
 from worker.prefill_leg import PrefillLeg
 from worker.session_service import SessionService
-from worker.submission import engine_request
+from worker.submission import end_so_far, engine_request
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,12 @@ class WorkerServer:
         self._peers = PeerPool(
             self.layout, self.worker_id, self.epoch, transports=self._transports, security=self.security
         )
-        factories = {"local": self._local_leg, "prefill": self._prefill_leg, "decode": self._decode_leg}
+        self._eos_token_ids = engine.eos_token_ids
+        factories = {
+            "local": self._unless_ended(self._local_leg),
+            "prefill": self._unless_ended(self._prefill_leg),
+            "decode": self._unless_ended(self._decode_leg),
+        }
         self.service = SessionService(self.description, self.engine, self.legs, factories, self._load_report)
         try:
             await self._listen()
@@ -149,7 +155,7 @@ class WorkerServer:
             self.config.host, self.config.metrics_port, self.config.tls, self.monitor.registry
         )
         self.metrics_address = self._metrics_server.address
-        self._watch = asyncio.create_task(self._watch_engine())
+        self._watches = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._watch_steps())]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     def _transfer_service(self) -> KvTransferService:
@@ -163,6 +169,13 @@ class WorkerServer:
             epoch=self.epoch,
             transports=self._transports,
         )
+
+    def _unless_ended(self, make: LegFactory) -> LegFactory:
+        def make_leg(assignment: Assignment) -> Leg:
+            reason = end_so_far(assignment, self._eos_token_ids)
+            return make(assignment) if reason is None else EndedLeg(assignment, reason)
+
+        return make_leg
 
     def _local_leg(self, assignment: Assignment) -> LocalLeg:
         return LocalLeg(assignment, engine_request(assignment), self.engine, self.grammars)
@@ -203,18 +216,30 @@ class WorkerServer:
             await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._server.stop(0)
 
+    async def _watch_steps(self) -> None:
+        """A hung device does not say so."""
+        limit_s = self.config.step_limit_s
+        while not self.engine.ended.done():
+            await asyncio.sleep(limit_s / 4)
+            self.engine.give_up_after(limit_s)
+
     async def drain(self, limit_s: float) -> None:
-        """Takes no new work and returns when what runs has finished, or after `limit_s`."""
+        """Takes no new work and returns when nothing is left. What has not finished after `limit_s` is given
+        back: its routers continue it on other workers.
+        """
         self.service.draining = self.monitor.draining = True
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             await asyncio.wait_for(self.legs.wait_empty(), limit_s)
         except TimeoutError:
-            log.warning("drain: %d requests are left after %.0f s", len(self.legs), limit_s)
+            log.warning("drain: %d requests are given back after %.0f s", len(self.legs), limit_s)
+            self.legs.drop_all(LegDropped(worker_pb2.DROP_CAUSE_DRAINING, "the worker is leaving"))
+            await self.legs.wait_empty()
 
     async def stop(self) -> None:
         """Ends the sessions, then the engine. What still runs is dropped."""
-        self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await asyncio.gather(self._peers.close(), self._transfers.close())
         await self._server.stop(_STOP_GRACE_S)
         self.grammars.close()

@@ -1,6 +1,10 @@
 """A Submit as an engine request."""
 
-from engine.request import EngineRequest, KVSource, RunUntil, SamplingParams
+from collections.abc import Set
+from dataclasses import replace
+
+from engine.request import EngineRequest, FinishReason, KVSource, RunUntil, SamplingParams
+from engine.sequence import Sequence
 from protos import inference_pb2
 from worker.leg import Assignment
 
@@ -24,6 +28,18 @@ def engine_request(
         run_until=run_until,
         cache_salt=submit.cache_salt,
     )
+
+
+def end_so_far(assignment: Assignment, eos_token_ids: Set[int]) -> FinishReason | None:
+    """Why the last token of the earlier attempts ended the sequence. None: it goes on."""
+    request = engine_request(assignment)
+    if not request.generated:
+        return None
+    if assignment.submit.sampling.HasField("grammar"):
+        # A grammar's text always ends with the model's own end.
+        request = replace(request, sampling=replace(request.sampling, ignore_eos=False))
+    before = replace(request, generated=request.generated[:-1])
+    return Sequence.of(before, 0.0).end_with(request.generated[-1], frozenset(eos_token_ids))
 
 
 def _sampling_params(sampling: inference_pb2.SamplingParams) -> SamplingParams:

@@ -35,12 +35,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """`proxies`: one before each decode worker, in the way of its router and of its prefill workers."""
+    """
+    Attributes:
+        proxies: one before each decode worker, in the way of its router and of its prefill workers.
+        prefill_proxies: one before each prefill worker, in the way of its router.
+    """
 
     router: RouterServer
     prefill: tuple[PrefillWorker, ...]
     decode: tuple[DecodeWorker, ...]
     proxies: tuple[Proxy, ...]
+    prefill_proxies: tuple[Proxy, ...]
     client: inference_pb2_grpc.InferenceStub
 
     @property
@@ -97,7 +102,8 @@ async def local_cluster(
         prefill_workers = [await start(PrefillWorker, f"prefill-{i}") for i in range(prefill)]
         decode_workers = [await start(DecodeWorker, f"decode-{i}") for i in range(decode)]
         proxies = [Proxy(worker.address) for worker in decode_workers]
-        for proxy in proxies:
+        prefill_proxies = [Proxy(worker.address) for worker in prefill_workers]
+        for proxy in (*proxies, *prefill_proxies):
             await proxy.start()
             stack.push_async_callback(proxy.die)
         router = await RouterServer.start(
@@ -105,7 +111,7 @@ async def local_cluster(
                 model_path=model, model_name="tiny", **{**ALWAYS_HAND_OFF, **(router_options or {})}
             ),
             StaticDirectory(
-                prefill=[w.address for w in prefill_workers], decode=[p.address for p in proxies]
+                prefill=[p.address for p in prefill_proxies], decode=[p.address for p in proxies]
             ),
         )
         stack.push_async_callback(router.stop)
@@ -118,6 +124,7 @@ async def local_cluster(
             tuple(w for w in prefill_workers if isinstance(w, PrefillWorker)),
             tuple(w for w in decode_workers if isinstance(w, DecodeWorker)),
             tuple(proxies),
+            tuple(prefill_proxies),
             inference_pb2_grpc.InferenceStub(channel),
         )
 

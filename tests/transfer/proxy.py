@@ -9,6 +9,14 @@ import grpc
 Alter = Callable[[bytes], bytes]
 
 
+class Cut(Exception):
+    """Raised by what alters a message: the call breaks instead of passing it on."""
+
+
+class Hold(Exception):
+    """Raised by what alters a message: neither it nor what follows in the call is ever passed on."""
+
+
 class Proxy(grpc.GenericRpcHandler):
     """Passes every method of a server on as raw bytes.
 
@@ -16,6 +24,7 @@ class Proxy(grpc.GenericRpcHandler):
         address: host:port to connect to instead of the server's.
         alter: by method name ("Frames"), what is done to each request message of it.
         drop_replies: method names whose replies never come back.
+        flowing: cleared, nothing passes any more, either way, and nobody is told: a process that is stopped.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -28,6 +37,8 @@ class Proxy(grpc.GenericRpcHandler):
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.alter: dict[str, Alter] = {}
         self.drop_replies: set[str] = set()
+        self.flowing = asyncio.Event()
+        self.flowing.set()
 
     async def start(self) -> None:
         await self._server.start()
@@ -45,6 +56,7 @@ class Proxy(grpc.GenericRpcHandler):
         requests = asyncio.create_task(self._pass_requests(method.rpartition("/")[2], context, call))
         try:
             while (reply := await call.read()) is not grpc.aio.EOF:
+                await self.flowing.wait()
                 if method.rpartition("/")[2] not in self.drop_replies:
                     await context.write(reply)
             code, detail = await call.code(), await call.details()
@@ -62,7 +74,12 @@ class Proxy(grpc.GenericRpcHandler):
         alter = self.alter.get(name, bytes)
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
+                await self.flowing.wait()
                 await call.write(alter(request))
             await call.done_writing()
+        except Cut:
+            call.cancel()
+        except Hold:
+            await asyncio.Event().wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader of the replies tells why
