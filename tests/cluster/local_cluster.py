@@ -90,6 +90,7 @@ def token_request(prompt: Sequence[int], max_tokens: int, **sampling) -> inferen
 async def local_cluster(
     model: Path, *, prefill: int = 1, decode: int = 1, router_options: dict | None = None, **worker_options
 ) -> AsyncIterator[LocalCluster]:
+    # A reference that computes on this loop is no stalled worker: hence the router's patience.
     options = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
     async with AsyncExitStack() as stack:
 
@@ -108,7 +109,9 @@ async def local_cluster(
             stack.push_async_callback(proxy.die)
         router = await RouterServer.start(
             RouterConfig(
-                model_path=model, model_name="tiny", **{**ALWAYS_HAND_OFF, **(router_options or {})}
+                model_path=model,
+                model_name="tiny",
+                **{**ALWAYS_HAND_OFF, **{"stall_limit_s": 300.0, **(router_options or {})}},
             ),
             StaticDirectory(
                 prefill=[p.address for p in prefill_proxies], decode=[p.address for p in proxies]
