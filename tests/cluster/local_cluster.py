@@ -111,7 +111,7 @@ async def local_cluster(
             RouterConfig(
                 model_path=model,
                 model_name="tiny",
-                **{**ALWAYS_HAND_OFF, **{"stall_limit_s": 300.0, **(router_options or {})}},
+                **{**ALWAYS_HAND_OFF, "stall_limit_s": 300.0, **(router_options or {})},
             ),
             StaticDirectory(
                 prefill=[p.address for p in prefill_proxies], decode=[p.address for p in proxies]
