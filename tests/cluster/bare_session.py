@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc
 
@@ -31,27 +32,44 @@ class Told:
         return tuple(self.tokens[index] for index in sorted(self.tokens))
 
 
+class _Event(Protocol):
+    @property
+    def attempt(self) -> worker_pb2.Attempt: ...
+
+
 class BareSession:
     """
     Attributes:
         description: the worker's.
         told: by the attempt's number.
+        doubled: attempts of which a second outcome was told.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall, session_id: str) -> None:
         self.session_id = session_id
         self.description = worker_pb2.WorkerDescription()
         self.told: dict[int, Told] = {}
+        self.doubled: list[int] = []
+        self._decided: set[int] = set()
         self._call = call
+        self._writing = asyncio.Lock()
 
     async def submit(self, submit: worker_pb2.Submit) -> Told:
         told = self.told[submit.attempt.number] = Told()
-        await self._call.write(worker_pb2.RouterMessage(submit=submit))
+        await self._write(worker_pb2.RouterMessage(submit=submit))
         return told
 
     async def cancel(self, number: int) -> None:
         attempt = worker_pb2.Attempt(number=number)
-        await self._call.write(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(attempt=attempt)))
+        await self._write(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(attempt=attempt)))
+
+    async def _write(self, message: worker_pb2.RouterMessage) -> None:
+        async with self._writing:  # gRPC takes one message at a time
+            await self._call.write(message)
+
+    def forget(self, number: int) -> None:
+        """Of what still comes only a second outcome is noted."""
+        self.told.pop(number, None)
 
     async def read_all(self) -> None:
         while isinstance(message := await self._call.read(), worker_pb2.WorkerMessage):
@@ -61,15 +79,21 @@ class BareSession:
     def _take(self, step: worker_pb2.StepEvent) -> None:
         for tokens in step.tokens:
             for offset, token in enumerate(tokens.token_ids):
-                self.told[tokens.attempt.number].tokens[tokens.index + offset] = token
+                self._told_of(tokens).tokens[tokens.index + offset] = token
         for outcome in (*step.admitted, *step.dropped):
-            self.told[outcome.attempt.number].outcomes.append(outcome)
+            self._told_of(outcome).outcomes.append(outcome)
+            if outcome.attempt.number in self._decided:
+                self.doubled.append(outcome.attempt.number)
+            self._decided.add(outcome.attempt.number)
         for prefilled in step.prefilled:
-            self.told[prefilled.attempt.number].prefilled.append(prefilled)
+            self._told_of(prefilled).prefilled.append(prefilled)
         for finished in step.finished:
-            self.told[finished.attempt.number].finished.append(finished)
+            self._told_of(finished).finished.append(finished)
         for ending in (*step.dropped, *step.prefilled, *step.finished):
-            self.told[ending.attempt.number].over.set()
+            self._told_of(ending).over.set()
+
+    def _told_of(self, event: _Event) -> Told:
+        return self.told.get(event.attempt.number) or Told()
 
 
 @asynccontextmanager
