@@ -80,7 +80,7 @@ def _weighed_placement(candidate: Candidate) -> WeighedPlacement:
         kind=kind_of(placement),
         prefill_worker=placement.prefill.worker_id if is_pair else placement.worker.worker_id,
         decode_worker=placement.decode.worker_id if is_pair else placement.worker.worker_id,
-        cached_prefill_tokens=candidate.cached_prefill,
+        cached_prefill_tokens=placement.cached_tokens,
         cached_decode_tokens=candidate.cached_decode,
         cost_s=cost.total_s,
         wait_s=cost.wait_s,

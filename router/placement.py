@@ -16,17 +16,23 @@ SHOWN_CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Prefill on one worker, hand off, decode on the other."""
+    """Prefill on one worker, hand off, decode on the other.
+
+    Attributes:
+        cached_tokens: of the request, that the worker which prefills is taken to have.
+    """
 
     prefill: WorkerSnapshot
     decode: WorkerSnapshot
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Prefill and decode on the one worker."""
+    """Prefill and decode on the one worker. `cached_tokens`: as of a pair."""
 
     worker: WorkerSnapshot
+    cached_tokens: int
 
 
 Placement = Pair | Alone
@@ -54,12 +60,11 @@ class Candidate:
     """A placement that was weighed.
 
     Attributes:
-        cached_prefill, cached_decode: tokens that the worker which prefills, and the one that decodes, has.
+        cached_decode: tokens that the worker which decodes has.
     """
 
     placement: Placement
     cost: Cost
-    cached_prefill: int
     cached_decode: int
 
 
@@ -178,8 +183,8 @@ class _Choice:
             cached_decode=cached_decode,
             bytes_per_s=self._inputs.bytes_per_s(prefill.worker_id, decode.worker_id),
         )
-        return Candidate(Pair(prefill, decode), cost, cached_prefill, cached_decode)
+        return Candidate(Pair(prefill, decode, cached_prefill), cost, cached_decode)
 
     def _alone(self, worker: WorkerSnapshot) -> Candidate:
         cached = self._cached(worker)
-        return Candidate(Alone(worker), alone_cost(self._need, worker, cached), cached, cached)
+        return Candidate(Alone(worker, cached), alone_cost(self._need, worker, cached), cached)

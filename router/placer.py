@@ -76,15 +76,15 @@ class Placer:
         return cached
 
     def _book(self, decision: Decision) -> None:
-        chosen, need = decision.chosen, decision.need
-        match chosen.placement:
+        placement, need = decision.chosen.placement, decision.need
+        computed = uncached(need, placement.cached_tokens)
+        match placement:
             case Pair(prefill, decode):
-                first, last = prefill, decode
+                self._fleet.session(prefill).expect(prompt_tokens=computed, blocks=0)
+                self._fleet.session(decode).expect(prompt_tokens=0, blocks=blocks_needed(need, decode))
             case Alone(worker):
-                first = last = worker
-        computed = uncached(need, chosen.cached_prefill)
-        self._fleet.session(first).expect(prompt_tokens=computed, blocks=0)
-        self._fleet.session(last).expect(prompt_tokens=0, blocks=blocks_needed(need, last))
+                session = self._fleet.session(worker)
+                session.expect(prompt_tokens=computed, blocks=blocks_needed(need, worker))
 
 
 def kind_of(placement: Placement) -> str:

@@ -46,12 +46,14 @@ def submits(
     match placement:
         case Alone(worker):
             submit = _submit(identity, request, share, seed)
+            submit.expected_cached_tokens = placement.cached_tokens
             submit.local.SetInParent()
             return [(worker, submit)]
         case Pair(prefill, decode):
             receive = _submit(identity, request, share, seed)
             receive.decode.prefill_worker_id = prefill.worker_id
             send = _submit(identity, request, share, seed)
+            send.expected_cached_tokens = placement.cached_tokens
             send.prefill.CopyFrom(
                 worker_pb2.PrefillLeg(
                     decode_worker_id=decode.worker_id,

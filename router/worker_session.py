@@ -11,6 +11,7 @@ import grpc
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from router.cluster_view import Role, WorkerSnapshot
 from router.observations import Observations
+from router.sent_load import SentLoad
 from security.channel_security import ChannelSecurity
 
 logger = logging.getLogger(__name__)
@@ -50,15 +51,6 @@ class WorkerRefused(Exception):
     """The worker serves another model or speaks another protocol."""
 
 
-@dataclass(slots=True)
-class _SentSinceReport:
-    """What this router has submitted that the worker's last report cannot know of."""
-
-    sequences: int = 0
-    prompt_tokens: int = 0
-    blocks: int = 0
-
-
 class WorkerSession:
     """Submits attempts to a worker and passes on what it says of them.
 
@@ -92,7 +84,9 @@ class WorkerSession:
         self._listeners: dict[int, LegListener] = {}
         # To whom the prefill legs hand off: the decode workers' ids.
         self._receivers: dict[int, str] = {}
-        self._sent = _SentSinceReport()
+        self._sent = SentLoad()
+        # Prompt tokens and blocks that the next submission takes.
+        self._expected = (0, 0)
         self._token_bytes = 0
         # Until something that it tells changes.
         self._snapshot: WorkerSnapshot | None = None
@@ -165,7 +159,7 @@ class WorkerSession:
                 self._dispatch(message.step)
             case "load":
                 self.load = message.load
-                self._sent = _SentSinceReport()
+                self._sent.reported()
                 self._snapshot = None
                 on_change()
             case "cache":
@@ -192,6 +186,9 @@ class WorkerSession:
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
         for prefilled in step.prefilled:
             self._observe_handoff(prefilled)
+        for tokens in step.tokens:
+            if self._sent.computed(tokens.attempt.number):
+                self._snapshot = None
         # Tokens before the event that ends their attempt.
         told = (step.prompt_logprobs, step.tokens, step.admitted, step.prefilled, step.finished, step.dropped)
         for events in told:
@@ -207,10 +204,8 @@ class WorkerSession:
             self._observations.links.measured(sender, receiver, event.kv_bytes, event.transfer_s)
 
     def expect(self, *, prompt_tokens: int, blocks: int) -> None:
-        """What a submission that follows at once will take of the worker, until its next report tells."""
-        self._sent.prompt_tokens += prompt_tokens
-        self._sent.blocks += blocks
-        self._snapshot = None
+        """What the submission that follows at once will take of the worker."""
+        self._expected = (prompt_tokens, blocks)
 
     def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
         """Queues a submission; `listener` hears all of the attempt until `release` or `cancel`.
@@ -218,7 +213,8 @@ class WorkerSession:
         Numbers must grow from call to call: draw and submit without an await in between.
         """
         self._listeners[submit.attempt.number] = listener
-        self._sent.sequences += 1
+        self._sent.submitted(submit.attempt.number, *self._expected)
+        self._expected = (0, 0)
         self._snapshot = None
         if submit.WhichOneof("leg") == "prefill":
             self._receivers[submit.attempt.number] = submit.prefill.decode_worker_id
@@ -238,6 +234,8 @@ class WorkerSession:
     def _forget(self, number: int) -> bool:
         """False: it is forgotten already."""
         self._receivers.pop(number, None)
+        self._sent.ended(number)
+        self._snapshot = None
         return self._listeners.pop(number, None) is not None
 
     def retire(self) -> None:
@@ -292,8 +290,8 @@ class WorkerSession:
             num_blocks=load.num_blocks,
             free_blocks=load.free_blocks - self._sent.blocks,
             num_running=load.num_running,
-            num_waiting=load.num_waiting + self._sent.sequences,
-            waiting_prompt_tokens=load.waiting_prompt_tokens + self._sent.prompt_tokens,
+            num_waiting=load.num_waiting + self._sent.num_sequences,
+            waiting_prompt_tokens=self._sent.waiting_prompt_tokens(load.waiting_prompt_tokens),
             step_s=load.step_s,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             draining=load.draining or self._retiring,

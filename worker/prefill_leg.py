@@ -75,11 +75,13 @@ class PrefillLeg(Leg):
 
     async def _compute(self) -> None:
         """Returns when the first token is there; raises HandoffEnded when the receiver is lost before."""
+        submit = self.assignment.submit
+        num_tokens = len(self._request.prompt) + len(self._request.generated)
         turn = Turn(
-            peer=self.assignment.submit.prefill.decode_worker_id,
-            num_tokens=len(self._request.prompt) + len(self._request.generated),
+            peer=submit.prefill.decode_worker_id,
+            num_tokens=max(1, num_tokens - submit.expected_cached_tokens),
         )
-        complete = await self._grammars.complete(self._request, self.assignment.submit)
+        complete = await self._grammars.complete(self._request, submit)
         async with self._window.turn(turn):
             cached_tokens = await self._handoff.open()
             self._window.granted(turn)

@@ -12,7 +12,7 @@ import pytest
 from protos.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, LoadReport
 from router.block_names import block_names
 from router.router_server import RouterServer
-from tests.cluster.router_bench import Reply, generating, running_router, token_request, until
+from tests.cluster.router_bench import Reply, both_legs, generating, running_router, token_request, until
 from tests.cluster.scripted_worker import BLOCK_SIZE, DEADLINE_S, ScriptedSession, ScriptedWorker
 
 PROMPT = tuple(range(5, 69))
@@ -53,28 +53,19 @@ class Pools:
         return best["prefill_worker"], best["decode_worker"]
 
     async def serve(self, request_id: str = "") -> Reply:
-        """A request, answered by whom it goes to."""
+        """A request, answered by the pair that it is explained to go to."""
+        prefill, decode = await self.choice()
         request = token_request(PROMPT, max_tokens=2)
         request.request_id = request_id
         async with generating(self.router, request) as task:
-            legs = [asyncio.create_task(worker.next_leg()) for worker in self.workers.values()]
-            for leg in asyncio.as_completed(legs):
-                if await self._answer(await leg):
-                    break
-            for leg in legs:
-                leg.cancel()
+            sending, receiving = await both_legs(self.workers[prefill], self.workers[decode])
+            sending.say_tokens(0, [5])
+            sending.say_prefilled(kv_bytes=64_000_000, transfer_s=3.2)
+            await self.has_heard(prefill)
+            receiving.say_admitted()
+            receiving.say_tokens(0, [5, 6])
+            receiving.say_finished()
             return await task
-
-    async def _answer(self, leg) -> bool:
-        """Whether it was the leg that ends the request."""
-        leg.say_tokens(0, [5])
-        if leg.kind == "prefill":
-            leg.say_prefilled(kv_bytes=64_000_000, transfer_s=3.2)
-            return False
-        leg.say_admitted()
-        leg.say_tokens(1, [6])
-        leg.say_finished()
-        return True
 
 
 @pytest.fixture
@@ -213,3 +204,19 @@ async def test_placements_are_counted_by_kind(pools: Pools) -> None:
     await pools.serve()
     metrics = (await pools.http.get("/metrics")).text
     assert 'baton_placements_total{kind="pair"} 1.0' in metrics
+
+
+async def test_what_was_sent_counts_until_it_is_computed(pools: Pools) -> None:
+    for max_tokens, names in ((8, ("p0", "d0")), (1, ("p0", "p0"))):
+        request = token_request(PROMPT, max_tokens=max_tokens)
+        async with generating(pools.router, request):
+            legs = [await pools.workers[name].next_leg() for name in dict.fromkeys(names)]
+            (waiting,) = (
+                each.waiting_prompt_tokens
+                for each in pools.router.fleet.snapshot()
+                if each.worker_id == names[0]
+            )
+            assert waiting == len(PROMPT)
+            for leg in legs:
+                leg.say_tokens(0, [5])
+            await pools.has_heard(names[0])
