@@ -1,6 +1,7 @@
 """What a worker knows of its own load: for its routers and for Prometheus."""
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,7 +25,8 @@ class LoadMonitor:
         self.draining = False
         self._load = load
         self._step_s: deque[float] = deque(maxlen=_WINDOW)
-        self._prefill_rate: deque[float] = deque(maxlen=_WINDOW)
+        # Of each step with prompt tokens: tokens a second, and how many there were.
+        self._prefill_rates: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._kv_bytes_sent = 0
         self._kv_bytes_received = 0
 
@@ -64,7 +66,7 @@ class LoadMonitor:
         self._generation_tokens.inc(len(step.tokens))
         if step.num_prompt_tokens:
             self._prompt_tokens.inc(step.num_prompt_tokens)
-            self._prefill_rate.append(step.num_prompt_tokens / step.duration_s)
+            self._prefill_rates.append((step.num_prompt_tokens / step.duration_s, step.num_prompt_tokens))
 
     def on_kv_sent(self, num_bytes: int) -> None:
         self._kv_bytes_sent += num_bytes
@@ -77,7 +79,7 @@ class LoadMonitor:
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second."""
-        return median(self._prefill_rate) if self._prefill_rate else _FIRST_PREFILL_RATE
+        return weighted_median(self._prefill_rates) if self._prefill_rates else _FIRST_PREFILL_RATE
 
     def report(self, *, legs_before_engine: int, tokens_before_engine: int) -> worker_pb2.LoadReport:
         """Both count what has come to the worker and not to its engine."""
@@ -89,7 +91,7 @@ class LoadMonitor:
             num_blocks=load.num_blocks,
             free_blocks=load.free_blocks,
             step_s=median(self._step_s) if self._step_s else 0.0,
-            prefill_tokens_per_s=median(self._prefill_rate) if self._prefill_rate else 0.0,
+            prefill_tokens_per_s=weighted_median(self._prefill_rates) if self._prefill_rates else 0.0,
             computed_prompt_tokens=load.computed_prompt_tokens,
             generated_tokens=load.generated_tokens,
             kv_bytes_sent=self._kv_bytes_sent,
@@ -99,3 +101,20 @@ class LoadMonitor:
             prefix_query_tokens=load.prefix_query_tokens,
             prefix_hit_tokens=load.prefix_hit_tokens,
         )
+
+
+def weighted_median(values: Iterable[tuple[float, int]]) -> float:
+    """Half of the weight is at or below it.
+
+    Of rates by tokens: a step with few tokens is slow, and tells little of a long prompt.
+
+    Args:
+        values: with their weights; at least one.
+    """
+    ordered = sorted(values)
+    left = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return ordered[-1][0]
