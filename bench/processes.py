@@ -23,14 +23,22 @@ class ServerProcess:
 
     def __init__(self, module: str, options: Sequence[str], log: Path) -> None:
         self.log = log
-        with log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *options],
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                env={**os.environ, **ENVIRONMENT},
-            )
+        self._command = [sys.executable, "-m", module, *options]
+        self._process = self._start(self._command)
         self.ready: dict[str, str] = {}
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as stream:
+            return subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stream, env={**os.environ, **ENVIRONMENT}
+            )
+
+    def start_again(self) -> Self:
+        """Another life at the same address, when this one has ended. Returns when it is ready."""
+        self.stop()
+        _, port = self.grpc.rsplit(":", 1)
+        self._process = self._start([*self._command, "--port", port])
+        return self.wait_ready()
 
     def __enter__(self) -> Self:
         return self

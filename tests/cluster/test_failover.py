@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from protos.inference_pb2 import GenerateRequest, GenerateResponse, Grammar
+from bench.transcript import Transcript, transcribe
+from protos.inference_pb2 import GenerateRequest, Grammar
 from tests.cluster.failures import Failure, How, Point, Role, lose
 from tests.cluster.local_cluster import LocalCluster, local_cluster, token_request
 from tests.engine.engines import prompt_of
@@ -34,44 +35,6 @@ async def cluster(tiny_model: Path) -> AsyncIterator[LocalCluster]:
         tiny_model, prefill=2, decode=2, step_tokens=STEP_TOKENS, router_options=options
     ) as running:
         yield running
-
-
-class Told:
-    """All that a client was told of a request."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-        self.texts: dict[int, str] = {}
-        self.prompt_logprobs: list[float] = []
-        self.last = GenerateResponse()
-
-    def add(self, response: GenerateResponse) -> None:
-        tokens = self.tokens.setdefault(response.sample, [])
-        if response.token_ids:
-            assert response.index == len(tokens), "a token is lost or doubled"
-        tokens += response.token_ids
-        self.texts[response.sample] = self.texts.get(response.sample, "") + response.text
-        self.logprobs.setdefault(response.sample, []).extend(each.logprob for each in response.logprobs)
-        self.prompt_logprobs += [each.logprob for each in response.prompt_logprobs]
-        self.last = response
-
-    def check_equals(self, undisturbed: "Told") -> None:
-        assert self.tokens == undisturbed.tokens
-        assert self.texts == undisturbed.texts
-        for sample, logprobs in undisturbed.logprobs.items():
-            assert self.logprobs[sample] == pytest.approx(logprobs, abs=1e-4)
-        assert self.prompt_logprobs == pytest.approx(undisturbed.prompt_logprobs, abs=1e-4)
-        assert self.last.finish_reason == undisturbed.last.finish_reason
-        for usage in ("prompt_tokens", "completion_tokens"):
-            assert getattr(self.last.usage, usage) == getattr(undisturbed.last.usage, usage)
-
-
-async def ask(cluster: LocalCluster, request: GenerateRequest) -> Told:
-    told = Told()
-    async for response in cluster.client.Generate(request, timeout=60):
-        told.add(response)
-    return told
 
 
 def uncached(request: GenerateRequest) -> GenerateRequest:
@@ -105,11 +68,11 @@ async def lose_during_the_hand_off(
     cluster: LocalCluster, role: Role, how: How, point: Point, kind: str
 ) -> None:
     failure = Failure(cluster, role, how, point)
-    undisturbed = await ask(cluster, REQUESTS[kind])
+    undisturbed = await transcribe(cluster.client, REQUESTS[kind])
     failure.is_armed = True
-    disturbed = await ask(cluster, uncached(REQUESTS[kind]))
+    disturbed = await transcribe(cluster.client, uncached(REQUESTS[kind]))
     assert failure.happened.is_set()
-    disturbed.check_equals(undisturbed)
+    assert disturbed.differences(undisturbed) == []
     await cluster.wait_clean()
 
 
@@ -119,24 +82,24 @@ async def test_workers_that_die_one_after_the_other_until_one_is_left(
     cluster: LocalCluster, first: int, kind: str
 ) -> None:
     """Conformance 11, 14 and 20: after `first` tokens, and then every four, the one that decodes dies."""
-    undisturbed = await ask(cluster, REQUESTS[kind])
+    undisturbed = await transcribe(cluster.client, REQUESTS[kind])
     left = dict(zip(cluster.workers, (*cluster.prefill_proxies, *cluster.proxies), strict=True))
-    told, next_death = Told(), first
+    told, next_death = Transcript(), first
     async for response in cluster.client.Generate(uncached(REQUESTS[kind]), timeout=60):
         told.add(response)
         busy = next((worker for worker in left if len(worker.legs)), None)
-        if sum(map(len, told.tokens.values())) >= next_death and busy is not None and len(left) > 1:
+        if told.num_tokens >= next_death and busy is not None and len(left) > 1:
             next_death += 4
             lose(left.pop(busy), How.DIES)
-    told.check_equals(undisturbed)
+    assert told.differences(undisturbed) == []
     assert len(left) == 1
     await cluster.wait_clean()
 
 
 async def test_a_worker_that_stops_while_it_decodes_and_lives_again(cluster: LocalCluster) -> None:
     request = token_request(prompt_of(200), 400, ignore_eos=True)
-    undisturbed = await ask(cluster, request)
-    told = Told()
+    undisturbed = await transcribe(cluster.client, request)
+    told = Transcript()
     stopped = None
     async for response in cluster.client.Generate(uncached(request), timeout=60):
         told.add(response)
@@ -144,7 +107,7 @@ async def test_a_worker_that_stops_while_it_decodes_and_lives_again(cluster: Loc
             stopped = next(i for i, worker in enumerate(cluster.decode) if len(worker.legs))
             lose(cluster.proxies[stopped], How.STOPS)
     assert stopped is not None
-    told.check_equals(undisturbed)
+    assert told.differences(undisturbed) == []
     assert told.last.served_by.decode_worker != f"decode-{stopped}"
     cluster.proxies[stopped].flowing.set()
     await cluster.wait_clean()
