@@ -19,10 +19,19 @@ from deploy.client import InferenceClient, chat_request
 from deploy.client_access import AccessError, ClientAccess
 from deploy.cluster_config import POOLS, ClusterConfig, ConfigError, load_config, parse_config, render_config
 from deploy.cluster_state import ClusterFolder, ClusterState
+from deploy.options import ApiKey, Ca, Cert, Cluster, Key, MaxTokens, Router, Seed, Temperature
 from deploy.readiness import ClusterError, log_tail, serve_api, set_sizes
 from deploy.router_api import RouterApi, RouterApiError, RouterRefused
 from deploy.serve_api import ServeApiError
-from deploy.terminal import Progress, console, errors, pools_table, print_ready, workers_table
+from deploy.terminal import (
+    Progress,
+    console,
+    errors,
+    explanation_table,
+    pools_table,
+    print_ready,
+    workers_table,
+)
 from model_store import ModelStoreError
 from protos import inference_pb2
 from router.api_keys import KeyFileError
@@ -36,32 +45,6 @@ app = typer.Typer(
 )
 
 _READY_LIMIT_S = 900.0
-
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BATON_API_KEY",
-        show_envvar=True,
-        help="Shown to the router. Default: the first of the cluster's file of keys.",
-    ),
-]
-Ca = Annotated[
-    Path | None, typer.Option(help="CA of the router's certificate, PEM. Default: the cluster's own.")
-]
-Cert = Annotated[
-    Path | None, typer.Option(help="Certificate of the client, PEM, where the router asks for one.")
-]
-Key = Annotated[Path | None, typer.Option(help="Private key of --cert, PEM.")]
-
-Cluster = Annotated[str, typer.Option("--cluster", help="Name of the cluster, for several on one machine.")]
-Router = Annotated[
-    str | None, typer.Option("--router", help="host:port of a gRPC door. Default: that of the cluster.")
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Longest answer. Default: what the context leaves.", min=1)
-]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: 1.", min=0)]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.", min=0)]
 
 
 @contextlib.contextmanager
@@ -225,6 +208,57 @@ def status(
         console.print(f"{state.model_name}: gRPC {state.grpc_address}, OpenAI {url}")
         console.print(pools_table(application))
         console.print(workers_table(workers))
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str | None, typer.Argument(help="Where would it go now?")] = None,
+    request: Annotated[
+        str | None, typer.Option(help="Id of one of the last 1000 requests: where did it go?")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    max_tokens: MaxTokens = None,
+    http: Annotated[
+        str | None, typer.Option(help="host:port of an HTTP door. Default: that of the cluster.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As data.")] = False,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    cluster: Cluster = "default",
+) -> None:
+    """Show which workers a request is placed on, and what the others would have cost."""
+    with _errors_explained():
+        router = _router_api(http, ClientAccess(api_key, ca, cert, key), cluster)
+        if (prompt is None) == (request is None):
+            raise RouterApiError("give either a prompt or --request")
+        explained = (
+            router.explain_past(request or "")
+            if prompt is None
+            else [router.explain(_body(prompt, raw, max_tokens))]
+        )
+        if as_json:
+            print(json.dumps([asdict(each) for each in explained]))
+            return
+        for each in explained:
+            console.print(explanation_table(each))
+
+
+def _router_api(http: str | None, access: ClientAccess, cluster: str) -> RouterApi:
+    if http is not None:
+        return RouterApi(http, access)
+    _, state = _cluster(cluster)
+    if state.http_address is None:
+        raise ClusterError("no router runs at the moment")
+    return RouterApi(state.http_address, access.within(state))
+
+
+def _body(prompt: str, raw: bool, max_tokens: int | None) -> dict[str, object]:
+    text: dict[str, object] = (
+        {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+    )
+    return text if max_tokens is None else {**text, "max_tokens": max_tokens}
 
 
 @app.command()

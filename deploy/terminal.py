@@ -11,6 +11,9 @@ from rich.table import Table
 from deploy.readiness import ReadyCluster
 from deploy.serve_api import ApplicationStatus
 from router.cluster_view import WorkerStatus
+from router.explanation import Explanation
+
+_COST_TERMS = ("wait_s", "prefill_s", "transfer_s", "decode_s", "disturbance_s")
 
 console = Console()
 errors = Console(stderr=True)
@@ -76,6 +79,30 @@ def workers_table(workers: list[WorkerStatus]) -> Table:
             _kv_use(worker),
             f"{worker.step_s * 1e3:.1f}" if worker.step_s else "-",
             f"{(worker.kv_bytes_sent or 0) / 1e6:.1f}/{(worker.kv_bytes_received or 0) / 1e6:.1f}",
+        )
+    return table
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """The chosen placement first."""
+    if explanation.decided_unix_s is None:
+        wait = explanation.expected_ttft_s
+        when = "now" if wait is None else f"now; first token expected after {wait * 1e3:.0f} ms"
+    else:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(explanation.decided_unix_s))
+    table = Table(title=f"{explanation.num_tokens} tokens, {when}", box=SIMPLE_HEAD)
+    for heading in ("prefill", "decode"):
+        table.add_column(heading)
+    for heading in ("cached", "cost ms", *(term.replace("_s", "") for term in _COST_TERMS)):
+        table.add_column(heading, justify="right")
+    for each in explanation.candidates:
+        alone = "the same" if each.prefill_worker == each.decode_worker else each.decode_worker
+        costs = (each.cost_s, *(getattr(each, term) for term in _COST_TERMS))
+        table.add_row(
+            each.prefill_worker,
+            alone,
+            f"{each.cached_prefill_tokens}/{each.cached_decode_tokens}",
+            *(f"{seconds * 1e3:.1f}" for seconds in costs),
         )
     return table
 

@@ -1,6 +1,7 @@
 """What the router learns of its workers, where it sends requests for it, and how it explains that."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from protos.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, LoadReport
 from router.block_names import block_names
 from router.router_server import RouterServer
@@ -220,3 +223,20 @@ async def test_what_was_sent_counts_until_it_is_computed(pools: Pools) -> None:
             for leg in legs:
                 leg.say_tokens(0, [5])
             await pools.has_heard(names[0])
+
+
+@pytest.mark.parametrize("question", [["Where to?", "--raw"], ["Where to?"], ["--request", "why-there"]])
+async def test_baton_explain_shows_the_choice(pools: Pools, question: list[str]) -> None:
+    await pools.serve("why-there")
+    command = ["explain", *question, "--json", "--http", pools.router.http_address]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert ran.exit_code == 0, ran.output
+    (explanation,) = json.loads(ran.stdout)
+    assert len(explanation["candidates"]) == 4
+    assert (await asyncio.to_thread(CliRunner().invoke, app, command[:-3] + command[-2:])).exit_code == 0
+
+
+async def test_baton_explain_says_what_is_wrong(pools: Pools) -> None:
+    command = ["explain", "--request", "unknown", "--http", pools.router.http_address]
+    ran = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert ran.exit_code == 1 and "not among the last" in ran.stderr
