@@ -97,3 +97,20 @@ async def test_more_than_fits_is_refused_and_the_rest_is_right(
         assert 0 < num_refused < len(prompts)
         again = await cluster.generate(token_request(prompts[0], 8))
         ties.check(again.token_ids, reference.greedy(prompts[0], 8))
+
+
+async def test_short_prompts_do_not_wait_behind_long_ones(tiny_model: Path) -> None:
+    """Conformance 21, on one prefill worker."""
+    async with local_cluster(tiny_model, block_size=BLOCK_SIZE, step_tokens=32) as cluster:
+        long = [
+            asyncio.create_task(
+                cluster.generate(token_request(prompt_of(480, seed=seed), 2, ignore_eos=True))
+            )
+            for seed in range(8)
+        ]
+        short = asyncio.create_task(
+            cluster.generate(token_request(prompt_of(20, seed=50), 2, ignore_eos=True))
+        )
+        await short
+        assert sum(task.done() for task in long) < len(long) / 2
+        await asyncio.gather(*long)
