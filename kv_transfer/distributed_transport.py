@@ -198,14 +198,13 @@ class _Mover(Generic[T]):
         return moved
 
     def close(self) -> None:
-        """For the loop. What is under way fails; the thread ends soon."""
+        """For the loop. What is under way fails, at the other rank too; the thread ends soon."""
         if self._failure is None:
-            threading.Thread(target=self._abort, args=(bool(self._moving),), daemon=True).start()
+            threading.Thread(target=self._abort, daemon=True).start()
             self._fail("the group is closed")
 
-    def _abort(self, is_busy: bool) -> None:
-        if is_busy:
-            self._group.abort()
+    def _abort(self) -> None:
+        self._group.abort()
         self._asked.put(None)
 
     def _fail(self, failure: str) -> None:
