@@ -4,10 +4,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
-from router.admission import Admission, Claim
+from router.admission import Admission, Claim, Ticket
 from router.body_budget import BodyBudget
 from router.cluster_view import Role, WorkerStatus
 from router.completion import End, Output, Piece
@@ -26,7 +27,7 @@ from router.generation_request import (
     check_prompt,
     check_stop,
 )
-from router.key_quota import KeyQuota
+from router.key_quota import KeyQuota, Spending
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
 from router.placer import Placer
@@ -37,6 +38,18 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Outputs = AsyncGenerator[Output, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Of the key's quota and of the workers."""
+
+    spending: Spending
+    ticket: Ticket
+
+    def generated(self, num_tokens: int) -> None:
+        self.spending.charge(num_tokens)
+        self.ticket.generated(num_tokens)
 
 
 class GenerationService:
@@ -103,9 +116,11 @@ class GenerationService:
         self._begin()
         code = CANCELLED
         try:
-            async with aclosing(self._run(draft)) as outputs:
+            async with self._admitted(draft) as (run, use), aclosing(run.outputs()) as outputs:
                 async for output in outputs:
-                    if isinstance(output, End):
+                    if isinstance(output, Piece):
+                        use.generated(len(output.tokens))
+                    elif isinstance(output, End):
                         code = ""
                         self._log_end(draft, output)
                     yield output
@@ -120,7 +135,9 @@ class GenerationService:
         finally:
             self._finish(code)
 
-    async def _run(self, draft: RequestDraft) -> Outputs:
+    @asynccontextmanager
+    async def _admitted(self, draft: RequestDraft) -> AsyncIterator[tuple[RequestRun, "_Use"]]:
+        """The request, checked and let in, and what it uses."""
         if self.draining:
             raise unavailable("the router is leaving")
         with self._quota.request(draft.api_key) as spending:
@@ -131,12 +148,7 @@ class GenerationService:
                 request, self._fleet, self.tokenizer, self._metrics, self._placer, self._retry_limits
             )
             try:
-                async with aclosing(run.outputs()) as outputs:
-                    async for output in outputs:
-                        if isinstance(output, Piece):
-                            spending.charge(len(output.tokens))
-                            ticket.generated(len(output.tokens))
-                        yield output
+                yield run, _Use(spending, ticket)
             finally:
                 ticket.leave()
 
