@@ -1,7 +1,8 @@
 """From the death of a worker to the next token of its streams: what `kill -9` costs.
 
 The baselines are of the same run and undisturbed: the time to the first token of such a prompt, and the time
-between two tokens. What is computed again is the prompt where nobody has it any more, and what was written.
+between two tokens. After a decode worker's death a prefill worker has the KV of the prompt, and computes what
+was written; after a prefill worker's another one computes the prompt.
 """
 
 import asyncio
@@ -15,9 +16,10 @@ from statistics import median
 from typing import Annotated
 
 import grpc
+import httpx
 import typer
 
-from bench.chaos import connected, workers_of
+from bench.chaos import connected
 from bench.processes import ClusterProcesses, ServerProcess, running_cluster
 from bench.report import Report
 from bench.transcript import Transcript, token_request, transcribe
@@ -33,7 +35,7 @@ class Recovery:
     """
     Attributes:
         pause_s: from the kill to the next token.
-        prefill_s: of it, what went into computing tokens again.
+        prefill_s: what went into computing tokens again, from the moment that a worker was asked to.
     """
 
     pause_s: float
@@ -43,8 +45,11 @@ class Recovery:
 class Experiment:
     """Streams of one prompt length, of which some lose a worker."""
 
-    def __init__(self, cluster: ClusterProcesses, channel: grpc.aio.Channel, num_prompt: int) -> None:
+    def __init__(
+        self, cluster: ClusterProcesses, channel: grpc.aio.Channel, http: httpx.AsyncClient, num_prompt: int
+    ) -> None:
         self._cluster = cluster
+        self._http = http
         self._stub = inference_pb2_grpc.InferenceStub(channel)
         self._num_prompt = num_prompt
         self._chance = random.Random(num_prompt)
@@ -61,47 +66,59 @@ class Experiment:
         transcript = await transcribe(self._stub, self._request())
         return transcript.arrivals_s[0] - started, transcript
 
-    async def lose_decode_worker(self, undisturbed: Transcript) -> Recovery:
+    async def lose_decode_worker(self) -> Recovery:
         """After `BEFORE` tokens."""
-        transcript, killed_s = Transcript(), 0.0
+        transcript, started_s, killed_s = Transcript(), time.monotonic(), 0.0
         victim: ServerProcess | None = None
         async for response in self._stub.Generate(self._request(), timeout=300):
             transcript.add(response)
             if victim is None and transcript.num_tokens >= BEFORE:
                 victim = await self._busy(self._cluster.decode)
+                assert victim is not None
                 killed_s = time.monotonic()
                 victim.kill()
         pause_s = next(each for each in transcript.arrivals_s if each > killed_s) - killed_s
-        again_s = transcript.last.stage_times.prefill_s - undisturbed.last.stage_times.prefill_s
         assert victim is not None
         await self._restart(victim)
-        return Recovery(pause_s, max(0.0, again_s))
+        return Recovery(pause_s, _first_tokens_s(transcript) - (transcript.arrivals_s[0] - started_s))
 
     async def lose_prefill_worker(self, ttft_s: float, undisturbed: Transcript) -> Recovery:
-        """Half way to the first token."""
-        running = asyncio.create_task(transcribe(self._stub, self._request()))
-        await asyncio.sleep(ttft_s / 2)
-        victim = await self._busy(self._cluster.prefill)
-        killed_s = time.monotonic()
-        victim.kill()
-        transcript = await running
-        await self._restart(victim)
-        return Recovery(transcript.arrivals_s[0] - killed_s, undisturbed.last.stage_times.prefill_s)
+        """Half way to the first token; again if that was too late."""
+        while True:
+            running = asyncio.create_task(transcribe(self._stub, self._request()))
+            await asyncio.sleep(ttft_s / 2)
+            victim = await self._busy(self._cluster.prefill)
+            killed_s = time.monotonic()
+            if victim is not None:
+                victim.kill()
+                transcript = await running
+                await self._restart(victim)
+                return Recovery(transcript.arrivals_s[0] - killed_s, _first_tokens_s(undisturbed))
+            await running
 
-    async def _busy(self, workers: tuple[ServerProcess, ...]) -> ServerProcess:
+    async def _busy(self, workers: tuple[ServerProcess, ...]) -> ServerProcess | None:
         """The one that has the stream."""
-        statuses = {each["address"]: each for each in await workers_of(self._cluster.router)}
-        return next(worker for worker in workers if statuses[worker.grpc]["in_flight"])
+        statuses = {each["address"]: each for each in (await self._http.get("/workers")).json()}
+        return next((worker for worker in workers if statuses[worker.grpc]["in_flight"]), None)
 
     async def _restart(self, victim: ServerProcess) -> None:
         await asyncio.to_thread(victim.start_again)
         await connected(self._cluster.router, victim)
 
 
+def _first_tokens_s(transcript: Transcript) -> float:
+    """To the first token of every attempt: all of the stages before it."""
+    times = transcript.last.stage_times
+    return times.door_s + times.queue_s + times.prefill_s
+
+
 async def measure(cluster: ClusterProcesses, num_prompt: int, repeats: int, report: Report) -> None:
     """Adds a row for each role."""
-    async with grpc.aio.insecure_channel(cluster.router.grpc) as channel:
-        experiment = Experiment(cluster, channel, num_prompt)
+    async with (
+        grpc.aio.insecure_channel(cluster.router.grpc) as channel,
+        httpx.AsyncClient(base_url=f"http://{cluster.router.ready['http']}") as http,
+    ):
+        experiment = Experiment(cluster, channel, http, num_prompt)
         await experiment.undisturbed()
         calm = [await experiment.undisturbed() for _ in range(repeats)]
         ttft_s = median(ttft for ttft, _ in calm)
@@ -110,7 +127,7 @@ async def measure(cluster: ClusterProcesses, num_prompt: int, repeats: int, repo
         between_s = median(later - earlier for earlier, later in pairwise(transcript.arrivals_s))
         lost = {
             "prefill": [await experiment.lose_prefill_worker(ttft_s, transcript) for _ in range(repeats)],
-            "decode": [await experiment.lose_decode_worker(transcript) for _ in range(repeats)],
+            "decode": [await experiment.lose_decode_worker() for _ in range(repeats)],
         }
     for role, recoveries in lost.items():
         pause_s = median(each.pause_s for each in recoveries)
@@ -138,17 +155,18 @@ def main(
 ) -> None:
     """Kills the worker that has a stream, of each role, and measures the pause."""
     report = Report(
-        f"{model}, 2 prefill and 2 decode workers, one stream; medians of {repeats}",
+        f"{model}, 2 prefill and 2 decode workers, one stream; medians of {repeats}. From the kill to the "
+        "next token, and what of it is computing tokens again; TTFT and ITL are undisturbed.",
         (
             "killed",
-            "prompt tokens",
-            "written before",
-            "kill to next token ms",
+            "prompt",
+            "output",
+            "pause ms",
             "worst ms",
-            "of it prefill again ms",
-            "share",
-            "undisturbed TTFT ms",
-            "undisturbed ITL ms",
+            "prefill ms",
+            "its share",
+            "TTFT ms",
+            "ITL ms",
         ),
     )
     with (
