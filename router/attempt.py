@@ -265,13 +265,17 @@ class Attempt:
             self._decide(failure)
 
     def _settle(self) -> None:
-        """Decides an attempt whose samples have their ends, once nothing of it can still come."""
-        if self.is_decided or not self._has_all_ends:
+        """Decides an attempt whose samples have their ends, once nothing of it can still come; or that waits
+        for what only the prefill worker could have said.
+        """
+        if self.is_decided:
             return
-        if Leg.PREFILL in self._open:
+        if self._has_all_ends and Leg.PREFILL in self._open:
             self._expect(self._gap_failure())
-        else:
+        elif self._has_all_ends:
             self._decide(self._gap_failure() if self._has_gap else None)
+        elif self._admitted and Leg.PREFILL not in self._open and self._has_gap:
+            self._decide(self._gap_failure())
 
     def _gap_failure(self) -> Failure:
         if self._awaits_prompt:

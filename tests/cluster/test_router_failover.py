@@ -181,6 +181,23 @@ async def test_the_death_of_the_prefill_worker_before_the_hand_off_is_a_later_fi
         assert (await task).token_ids == [100, 101]
 
 
+async def test_a_log_probability_that_died_with_the_prefill_worker_is_computed_again(
+    scripted: Cluster,
+) -> None:
+    """The decode worker has the first token without: nothing could be passed on before the end."""
+    async with generating(scripted.router, token_request(max_tokens=2, logprobs=0)) as task:
+        _, d = await both_legs(scripted.prefill, scripted.decode)
+        d.say_admitted()
+        d.say_tokens(0, [100])
+        await scripted.prefill.die()
+        leg = await scripted.decode.next_leg()
+        await d.cancel_arrives()
+        leg.say_tokens(0, [100, 101], logprobs=[TokenLogprobs(logprob=-1), TokenLogprobs(logprob=-2)])
+        leg.say_finished()
+        reply = await task
+    assert reply.token_ids == [100, 101]
+
+
 async def test_the_next_attempt_is_made_with_another_pair_if_there_is_one(tiny_model: Path) -> None:
     async with (
         ScriptedWorker(ROLE_PREFILL, "p0") as p0,

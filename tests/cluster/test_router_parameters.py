@@ -50,6 +50,9 @@ def scored(id_: int, *others: int) -> TokenLogprobs:
 async def started(cluster: Cluster) -> SubmittedLeg:
     """The decode leg of a request that is handed off."""
     p, d = await both_legs(cluster.prefill, cluster.decode)
+    if p.submit.sampling.HasField("prompt_logprobs"):
+        prompt = p.submit.prompt_token_ids
+        p.say_prompt_logprobs([TokenLogprobs(), *(scored(id_) for id_ in prompt[1:])])
     d.say_admitted()
     p.say_prefilled(cached_tokens=2)
     return d
@@ -58,9 +61,6 @@ async def started(cluster: Cluster) -> SubmittedLeg:
 async def play(cluster: Cluster, samples: Sequence[Sequence[int]]) -> SubmittedLeg:
     """Every sample a token at a time, in turn, with log probabilities if they are asked for."""
     d = await started(cluster)
-    if d.submit.sampling.HasField("prompt_logprobs"):
-        prompt = d.submit.prompt_token_ids
-        d.say_prompt_logprobs([TokenLogprobs(), *(scored(id_) for id_ in prompt[1:])])
     for index in range(max(map(len, samples))):
         for sample, ids in enumerate(samples):
             if index < len(ids):
