@@ -1,7 +1,7 @@
 """One bulk at its receiver: hands announced frames to their hand-offs, and gives slots back."""
 
 import asyncio
-import logging
+import contextlib
 from dataclasses import dataclass
 
 import grpc
@@ -10,8 +10,6 @@ from kv_transfer.bulk import SlotReader, SlotTerms, TransportFailed
 from kv_transfer.frame import DamagedFrame, Frame, checksum
 from kv_transfer.messages import TransferId
 from protos import kv_pb2
-
-log = logging.getLogger(__name__)
 
 BulkContext = grpc.aio.ServicerContext[kv_pb2.BulkMessage, kv_pb2.BulkReply]
 
@@ -100,6 +98,8 @@ class BulkReceiver:
         self._free: list[int] = []
         self._has_free = asyncio.Event()
         self._scrapping: set[asyncio.Task[None]] = set()
+        # What is wrong with the pair, once something is.
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def attach(self, transfer: TransferId) -> BulkInbox:
         """Frames of that hand-off go there from now on. Its `close` ends that."""
@@ -117,18 +117,30 @@ class BulkReceiver:
             TransportFailed: the sender broke the rules, or bytes do not move.
         """
         writing = asyncio.create_task(self._write_replies(context))
-        detail = "the stream Bulk ended"
+        reading = asyncio.create_task(self._read_messages(context))
+        try:
+            await asyncio.wait({reading, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                raise TransportFailed(self._failed.result())
+            reading.result()
+        finally:
+            reading.cancel()
+            writing.cancel()
+            self._fail("the stream Bulk ended")
+
+    async def _read_messages(self, context: BulkContext) -> None:
+        """
+        Raises:
+            TransportFailed: the sender broke the rules.
+        """
         try:
             while isinstance(message := await context.read(), kv_pb2.BulkMessage):
                 self._take(message)
         except grpc.aio.BaseError as error:
-            detail = f"the stream Bulk broke: {error}"
+            self._fail(f"the stream Bulk broke: {error}")
         except TransportFailed as error:
-            detail = str(error)
+            self._fail(str(error))
             raise
-        finally:
-            writing.cancel()
-            self._break(detail)
 
     def give_back(self, slot: int) -> None:
         self._announced.remove(slot)
@@ -155,17 +167,18 @@ class BulkReceiver:
         task.add_done_callback(self._scrapping.discard)
 
     async def _scrap(self, coming: _Coming) -> None:
-        try:
+        # Without its bytes the pair is broken, and its slots are worth nothing.
+        with contextlib.suppress(TransportFailed):
             await coming.payload
-        except TransportFailed as error:
-            log.warning("a frame that nobody wants did not come: %s", error)
         self.give_back(coming.announced.slot)
 
     def _take(self, message: kv_pb2.BulkMessage) -> None:
         for announced in message.frames:
             self._check(announced)
             self._announced.add(announced.slot)
-            coming = _Coming(announced, self._reader.start(announced.slot, announced.payload_bytes))
+            payload = self._reader.start(announced.slot, announced.payload_bytes)
+            payload.add_done_callback(self._on_payload)
+            coming = _Coming(announced, payload)
             inbox = self._inboxes.get(_transfer_id(announced.transfer))
             if inbox is None:
                 self.scrap(coming)
@@ -175,6 +188,10 @@ class BulkReceiver:
             inbox = self._inboxes.get(_transfer_id(transfer))
             if inbox is not None:
                 inbox.put(None)
+
+    def _on_payload(self, payload: asyncio.Future[memoryview]) -> None:
+        if (error := payload.exception()) is not None:
+            self._fail(str(error))
 
     def _check(self, announced: kv_pb2.FrameAnnounced) -> None:
         if announced.slot >= self._terms.num_slots or announced.slot in self._announced:
@@ -194,7 +211,11 @@ class BulkReceiver:
             except grpc.aio.BaseError:
                 return  # `run` reads why
 
-    def _break(self, detail: str) -> None:
+    def _fail(self, detail: str) -> None:
+        """Every hand-off hears of it before any of them is told to its sender. Only the first call counts."""
+        if self._failed.done():
+            return
+        self._failed.set_result(detail)
         self._reader.close()
         for inbox in self._inboxes.values():
             if not inbox.broken.done():

@@ -313,6 +313,7 @@ class GrpcReceiverLink:
         self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = loop.create_future()
         self._push = push
         self._frames: asyncio.Future[FrameReader] = loop.create_future()
+        self._inbox: BulkInbox | None = None
 
     async def send(self, message: ReceiverMessage) -> None:
         try:
@@ -339,6 +340,9 @@ class GrpcReceiverLink:
     def end(self, drop: Drop | None) -> None:
         if drop is None or drop.cause is DropCause.ENDED_AT_FIRST_TOKEN:
             self.end_with(grpc.StatusCode.OK, "")
+        elif self._inbox is not None and self._inbox.broken.done():
+            # The sender builds another pair, also if it has not heard yet that this one is broken.
+            self.end_with(grpc.StatusCode.UNAVAILABLE, drop.detail)
         else:
             self.end_with(_CODE_OF_CAUSE.get(drop.cause, grpc.StatusCode.ABORTED), drop.detail)
 
@@ -361,6 +365,7 @@ class GrpcReceiverLink:
     def join_bulk(self, inbox: BulkInbox) -> None:
         """The frames come by the pair's bulk; its end is the link's."""
         self.join(inbox)
+        self._inbox = inbox
         inbox.broken.add_done_callback(lambda broken: self.break_off(broken.result()))
 
 

@@ -230,6 +230,7 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
             return None
         bulk = self._bulks.get(opening.bulk_token)
         if bulk is None:
+            link.end_with(grpc.StatusCode.UNAVAILABLE, "the pair is broken")
             link.break_off("the pair is broken")
             return None
         inbox = bulk.attach(opening.transfer)

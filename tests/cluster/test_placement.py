@@ -1,6 +1,7 @@
 """Placement over real workers: requests go where their prefixes are known; too many are refused."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,17 +101,27 @@ async def test_more_than_fits_is_refused_and_the_rest_is_right(
 
 
 async def test_short_prompts_do_not_wait_behind_long_ones(tiny_model: Path) -> None:
-    """Conformance 21, on one prefill worker."""
+    """Conformance 21, on one prefill worker, which begins when all of them are there."""
     async with local_cluster(tiny_model, block_size=BLOCK_SIZE, step_tokens=32) as cluster:
-        long = [
-            asyncio.create_task(
-                cluster.generate(token_request(prompt_of(480, seed=seed), 2, ignore_eos=True))
-            )
-            for seed in range(8)
-        ]
-        short = asyncio.create_task(
-            cluster.generate(token_request(prompt_of(20, seed=50), 2, ignore_eos=True))
-        )
-        await short
-        assert sum(task.done() for task in long) < len(long) / 2
-        await asyncio.gather(*long)
+        worker = cluster.prefill[0]
+        began = threading.Event()
+        worker.engine.post(lambda _: began.wait())
+        computed: list[int] = []
+
+        async def first_token(num_tokens: int, seed: int) -> None:
+            request = token_request(prompt_of(num_tokens, seed=seed), 2, ignore_eos=True)
+            stream = cluster.client.Generate(request, timeout=120)
+            await anext(aiter(stream))
+            computed.append(num_tokens)
+            async for _ in stream:
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            for seed in range(5):
+                group.create_task(first_token(480, seed))
+            group.create_task(first_token(20, seed=50))
+            seen = 0
+            while len(worker.legs) < 6:
+                seen = await cluster.router.fleet.next_change(seen)
+            began.set()
+        assert computed.index(20) < len(computed) / 2
