@@ -81,14 +81,15 @@ def unavailable(message: str) -> RequestError:
     return RequestError(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0)
 
 
-def openai_body(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The JSON of an error as OpenAI's clients read it."""
+def openai_body(error: RequestError, request_id: str) -> dict[str, dict[str, str | None]]:
+    """The JSON of an error as OpenAI's clients read it, and whose it is."""
     return {
         "error": {
             "message": error.message,
             "type": error.code.openai_type,
             "param": error.field,
             "code": error.code.name.lower(),
+            "request_id": request_id,
         }
     }
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -24,9 +23,8 @@ from router.generation_request import (
 from router.generation_service import GenerationService
 from router.grammar import Grammar, JsonObject, JsonSchema, Regex
 from router.grpc_error import abort
+from router.request_id import HEADER, metadata_request_id, request_id_from
 from router.sampling_options import SamplingDraft
-
-MAX_REQUEST_ID_CHARS = 128
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -46,7 +44,9 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: ServicerContext,
     ) -> None:
-        request_id = request.request_id[:MAX_REQUEST_ID_CHARS] or f"req-{uuid.uuid4().hex}"
+        given = metadata_request_id(context.invocation_metadata())
+        request_id = request_id_from(request.request_id, given)
+        context.set_trailing_metadata(((HEADER, request_id),))
         try:
             with self._service.bodies.hold(request.ByteSize()):
                 async with _deadline(context):

@@ -8,6 +8,7 @@ from grpc.aio import ServicerContext
 from router.doorkeeper import Doorkeeper, authorization_of
 from router.errors import RequestError
 from router.grpc_error import abort
+from router.request_id import metadata_request_id, request_id_from
 
 # For those who watch over the router.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
@@ -30,12 +31,13 @@ class GrpcKeys(grpc.aio.ServerInterceptor):
             try:
                 self._doorkeeper.admit(authorization_of(handler_call_details.invocation_metadata))
             except RequestError as error:
-                return _refusal(error)
+                given = metadata_request_id(handler_call_details.invocation_metadata)
+                return _refusal(error, request_id_from(given))
         return await continuation(handler_call_details)
 
 
-def _refusal(error: RequestError) -> grpc.RpcMethodHandler:
+def _refusal(error: RequestError, request_id: str) -> grpc.RpcMethodHandler:
     async def refuse(_request: bytes, context: ServicerContext) -> None:
-        await abort(context, error, "")
+        await abort(context, error, request_id)
 
     return grpc.unary_unary_rpc_method_handler(refuse)

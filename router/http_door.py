@@ -1,9 +1,8 @@
 """The OpenAI-compatible HTTP door, with what operators ask over HTTP."""
 
 import dataclasses
-import re
+import logging
 import time
-import uuid
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
@@ -20,11 +19,13 @@ from router.http_keys import HttpKeys, api_key_of
 from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
+from router.request_id import HEADER, HttpRequestIds, request_id_of
 from router.strict_body import StrictBody, parse
 from router.tool_style import CallPlan, ToolStyle, plan_calls
 
+logger = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 16 << 20
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def make_http_door(
@@ -37,8 +38,9 @@ def make_http_door(
     """
     door = FastAPI(title="Baton", openapi_url=None)
     door.add_middleware(HttpBodies, budget=service.bodies)
-    # The last one added is the outermost.
     door.add_middleware(HttpKeys, doorkeeper=doorkeeper)
+    # The last one added is the outermost.
+    door.add_middleware(HttpRequestIds)
 
     @door.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -91,19 +93,25 @@ def make_http_door(
         return JSONResponse([dataclasses.asdict(each) for each in service.explain_past(request_id)])
 
     @door.exception_handler(RequestError)
-    async def on_request_error(_: Request, error: RequestError) -> Response:
-        return error_response(error)
+    async def on_request_error(request: Request, error: RequestError) -> Response:
+        request_id = request_id_of(request)
+        logger.info("%s: %s: %s", request_id, error.code.name, error.message)
+        return error_response(error, request_id)
 
     @door.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_ARGUMENT
         refused = RequestError(code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(openai_body(refused), status_code=error.status_code)
+        body = openai_body(refused, request_id_of(request))
+        return JSONResponse(body, status_code=error.status_code)
 
     @door.exception_handler(Exception)
-    async def on_defect(request: Request, _: Exception) -> Response:
-        # Starlette raises it again after this answer, so that the log has its trace.
-        return error_response(RequestError(ErrorCode.INTERNAL, "the router failed; its log says why"))
+    async def on_defect(request: Request, error: Exception) -> Response:
+        request_id = request_id_of(request)
+        logger.error("%s: failed", request_id, exc_info=error)
+        defect = RequestError(ErrorCode.INTERNAL, "the router failed; its log says why")
+        # Starlette answers outside of all middleware.
+        return error_response(defect, request_id, {HEADER: request_id})
 
     return door
 
@@ -119,10 +127,7 @@ class _Asked:
 
     @classmethod
     def now(cls, request: Request) -> "_Asked":
-        """The client's X-Request-Id where it sends a sound one."""
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return cls(request_id, api_key_of(request), time.monotonic(), time.time())
+        return cls(request_id_of(request), api_key_of(request), time.monotonic(), time.time())
 
     def either(self, text: bytes, tool_style: ToolStyle | None) -> RequestDraft:
         """Of the body of a chat or of a completion."""

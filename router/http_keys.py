@@ -8,6 +8,7 @@ from router.api_keys import ApiKey
 from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
 from router.openai_response import error_response
+from router.request_id import request_id_of
 
 # What says neither who asks nor what, for those who watch over the router.
 OPEN_PATHS = frozenset({"/health", "/metrics"})
@@ -27,7 +28,8 @@ class HttpKeys:
             try:
                 key = self._doorkeeper.admit(Headers(scope=scope).get("authorization"))
             except RequestError as error:
-                refusal = error_response(error, {"www-authenticate": "Bearer"})
+                request_id = request_id_of(Request(scope))
+                refusal = error_response(error, request_id, {"www-authenticate": "Bearer"})
                 await refusal(scope, receive, send)
                 return
             scope.setdefault("state", {})[_KEY] = key

@@ -49,7 +49,6 @@ class OpenAIResponse(Response):
         self._body = body
         self._draft = draft
         self._shape = shape
-        self._headers = {"x-request-id": draft.request_id}
         # With their log probabilities; without, a chunk has nothing of its tokens but their text.
         self._tells_tokens = body.num_logprobs is not None
         self.background = None
@@ -70,9 +69,9 @@ class OpenAIResponse(Response):
                     whole.add(output)
                     if isinstance(output, End):
                         body = self._shape.whole(whole.samples, echo, whole.scored, output)
-                        response = Response(body, media_type="application/json", headers=self._headers)
+                        response = Response(body, media_type="application/json")
         except RequestError as error:
-            response = error_response(self._named(error), self._headers)
+            response = self._error(error)
         assert response is not None
         await response(scope, receive, send)
 
@@ -84,17 +83,21 @@ class OpenAIResponse(Response):
                 echo = await self._echo(first)
                 num_samples = self._body.num_samples
                 shown = [ShownTokens(len(echo.text)) for _ in range(num_samples)]
-                await send(_stream_start(self._headers))
+                await send(_stream_start())
                 opening = self._shape.opening(num_samples, echo)
                 await _send_events(send, [*opening, *self._events(shown, first)])
                 try:
                     async for output in outputs:
                         await _send_events(send, self._events(shown, output))
                 except RequestError as error:
-                    await _send_events(send, [json.dumps(openai_body(self._named(error)))])
+                    refused = openai_body(self._named(error), self._draft.request_id)
+                    await _send_events(send, [json.dumps(refused)])
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except RequestError as error:
-            await error_response(self._named(error), self._headers)(scope, receive, send)
+            await self._error(error)(scope, receive, send)
+
+    def _error(self, error: RequestError) -> Response:
+        return error_response(self._named(error), self._draft.request_id)
 
     def _named(self, error: RequestError) -> RequestError:
         """In the client's words."""
@@ -173,13 +176,9 @@ def _prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
             return ""
 
 
-def _stream_start(headers: Mapping[str, str]) -> dict[str, object]:
-    all_headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers}
-    return {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(name.encode(), value.encode()) for name, value in all_headers.items()],
-    }
+def _stream_start() -> dict[str, object]:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 async def _send_events(send: Send, events: list[str]) -> None:
@@ -188,8 +187,12 @@ async def _send_events(send: Send, events: list[str]) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    error: RequestError, request_id: str, headers: Mapping[str, str] | None = None
+) -> Response:
     all_headers = dict(headers or {})
     if error.retry_after_s is not None:
         all_headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    return JSONResponse(openai_body(error), status_code=error.code.http_status, headers=all_headers)
+    return JSONResponse(
+        openai_body(error, request_id), status_code=error.code.http_status, headers=all_headers
+    )
