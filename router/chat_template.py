@@ -130,27 +130,36 @@ class ChatTemplate:
         self._with_tools = _compiled(self.tool_source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, object]] = ()) -> str:
-        """The prompt that asks for the assistant's next turn.
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as a prompt.
 
         Args:
             tools: what the model may call, as transformers describes functions.
+            add_generation_prompt: the template's own variable: it opens the assistant's next turn.
 
         Raises:
             RequestError: INVALID_ARGUMENT, the template refuses these messages, or leaves the tools out.
         """
         turns = [message.template_value() for message in messages]
         if not tools:
-            return self._render(self._plain, turns, None)
-        text = self._render(self._with_tools, turns, tools)
-        if text == self._without_tools(turns):
+            return self._render(self._plain, turns, None, add_generation_prompt)
+        text = self._render(self._with_tools, turns, tools, add_generation_prompt)
+        if text == self._without_tools(turns, add_generation_prompt):
             raise invalid("tools", "the model's chat template has no place for them")
         return text
 
-    def _without_tools(self, turns: Sequence[Mapping[str, object]]) -> str | None:
+    def _without_tools(
+        self, turns: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> str | None:
         """None: the template cannot do without."""
         try:
-            return self._render(self._with_tools, turns, None)
+            return self._render(self._with_tools, turns, None, add_generation_prompt)
         except RequestError:
             return None
 
@@ -159,13 +168,14 @@ class ChatTemplate:
         template: jinja2.Template,
         turns: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] | None,
+        add_generation_prompt: bool,
     ) -> str:
         try:
             return template.render(
                 messages=turns,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         # A template runs arbitrary expressions on the client's words: whatever fails is about those words.

@@ -182,11 +182,19 @@ class GenerationService:
             )
         return [explain_recorded(each) for each in recorded]
 
+    def check_model(self, model: str) -> None:
+        """
+        Args:
+            model: that a client names. "": whichever is served.
+
+        Raises:
+            RequestError: NOT_FOUND.
+        """
+        if model not in ("", self.card.name):
+            raise RequestError(ErrorCode.NOT_FOUND, f"model: {model!r} is not served here", field="model")
+
     async def _check(self, draft: RequestDraft) -> GenerationRequest:
-        if draft.model not in ("", self.card.name):
-            raise RequestError(
-                ErrorCode.NOT_FOUND, f"model: {draft.model!r} is not served here", field="model"
-            )
+        self.check_model(draft.model)
         stop = check_stop(draft.stop)
         match draft.prompt:
             case TokenPrompt(token_ids):

@@ -25,6 +25,7 @@ from router.grammar import Grammar, JsonObject, JsonSchema, Regex
 from router.grpc_error import abort
 from router.request_id import HEADER, metadata_request_id, request_id_from
 from router.sampling_options import SamplingDraft
+from router.tokenization import TokenizeDraft, detokenize, tokenize
 
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -33,7 +34,7 @@ _FINISH_REASONS = {
 
 
 class GrpcDoor(inference_pb2_grpc.InferenceServicer):
-    """Answers `Generate` and `ListModels`."""
+    """Answers `baton.v1.Inference`."""
 
     def __init__(self, service: GenerationService, doorkeeper: Doorkeeper) -> None:
         self._service = service
@@ -44,13 +45,25 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: ServicerContext,
     ) -> None:
-        given = metadata_request_id(context.invocation_metadata())
-        request_id = request_id_from(request.request_id, given)
+        async with self._answering(request.request_id, request.ByteSize(), context) as request_id:
+            await self._answer(request, request_id, context)
+
+    @asynccontextmanager
+    async def _answering(
+        self, wanted_id: str, num_bytes: int, context: ServicerContext
+    ) -> AsyncIterator[str]:
+        """Names a request, holds its bytes, and ends its call with the error if there is one.
+
+        Args:
+            wanted_id: in the request itself. "": none.
+            num_bytes: of the request.
+        """
+        request_id = request_id_from(wanted_id, metadata_request_id(context.invocation_metadata()))
         context.set_trailing_metadata(((HEADER, request_id),))
         try:
-            with self._service.bodies.hold(request.ByteSize()):
+            with self._service.bodies.hold(num_bytes):
                 async with _deadline(context):
-                    await self._answer(request, request_id, context)
+                    yield request_id
         except RequestError as error:
             await abort(context, error, request_id)
 
@@ -72,6 +85,25 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         card, limits = self._service.card, self._service.limits
         model = inference_pb2.Model(id=card.name, max_model_len=limits.max_model_len or 0)
         return inference_pb2.ListModelsResponse(models=[model])
+
+    async def Tokenize(
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: ServicerContext,
+    ) -> inference_pb2.TokenizeResponse:
+        async with self._answering("", request.ByteSize(), context):
+            token_ids = await tokenize(self._service, _tokenize_draft(request))
+            longest = self._service.limits.max_model_len
+            return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=longest or 0)
+
+    async def Detokenize(
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: ServicerContext,
+    ) -> inference_pb2.DetokenizeResponse:
+        async with self._answering("", request.ByteSize(), context):
+            text = await detokenize(self._service, "token_ids", request.model, request.token_ids)
+            return inference_pb2.DetokenizeResponse(text=text)
 
 
 @asynccontextmanager
@@ -112,12 +144,31 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
         case "token_ids":
             return TokenPrompt(tuple(request.token_ids.ids))
         case "chat":
-            messages = request.chat.messages
-            if not messages:
-                raise invalid("messages", "must have at least one message")
-            return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in messages))
+            return _chat(request.chat)
         case _:
             raise invalid("prompt", "must be set: text, token_ids or chat")
+
+
+def _tokenize_draft(request: inference_pb2.TokenizeRequest) -> TokenizeDraft:
+    match request.WhichOneof("prompt"):
+        case "text":
+            prompt = TextPrompt(request.text)
+        case "chat":
+            prompt = _chat(request.chat)
+        case _:
+            raise invalid("prompt", "must be set: text or chat")
+    return TokenizeDraft(
+        model=request.model,
+        prompt=prompt,
+        add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,
+        add_generation_prompt=not request.HasField("add_generation_prompt") or request.add_generation_prompt,
+    )
+
+
+def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    if not chat.messages:
+        raise invalid("messages", "must have at least one message")
+    return ChatPrompt(tuple(ChatMessage(message.role, message.content) for message in chat.messages))
 
 
 def _sampling(params: inference_pb2.SamplingParams) -> SamplingDraft:

@@ -12,7 +12,7 @@ from router.request_id import HEADER
 _FIELD_PATHS = {
     "messages": "chat.messages",
     "response_format": "sampling.grammar",
-    **{name: name for name in ("prompt", "stop", "model", "cache_salt")},
+    **{name: name for name in ("prompt", "stop", "model", "cache_salt", "token_ids")},
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from router.api_keys import ApiKey
@@ -21,6 +22,8 @@ from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
 from router.request_id import HEADER, HttpRequestIds, request_id_of
 from router.strict_body import StrictBody, parse
+from router.token_schema import DetokenizeAnswer, TokenizeAnswer, read_detokenize, read_tokenize
+from router.tokenization import detokenize, tokenize
 from router.tool_style import CallPlan, ToolStyle, plan_calls
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,22 @@ def make_http_door(
         draft = asked.completion(body)
         shape = TextShape(answer_head(service, body, draft))
         return OpenAIResponse(service, body, draft, shape)
+
+    @door.post("/tokenize")
+    async def tokens_of(request: Request) -> Response:
+        body = read_tokenize(await _read_body(request))
+        tokens = await tokenize(service, body.draft(tool_style))
+        names = await service.tokenizer.names(tokens) if body.return_token_strs else None
+        longest = service.limits.max_model_len
+        return _json(
+            TokenizeAnswer(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=names)
+        )
+
+    @door.post("/detokenize")
+    async def text_of(request: Request) -> Response:
+        body = read_detokenize(await _read_body(request))
+        text = await detokenize(service, "tokens", body.model, body.tokens)
+        return _json(DetokenizeAnswer(prompt=text))
 
     @door.get("/v1/models")
     async def models() -> Response:
@@ -170,6 +189,10 @@ class _Kind(StrictBody):
     """Tells a chat from a completion."""
 
     messages: object = None
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def _read_body(request: Request) -> bytes:

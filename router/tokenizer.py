@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 
@@ -13,8 +15,13 @@ from router.errors import invalid
 
 # Longer texts are tokenized in a thread: below it a token stream waits less than a millisecond for it.
 INLINE_CHARS = 2048
+# The same, of what is done to each of many tokens.
+INLINE_TOKENS = 512
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -63,24 +70,29 @@ class Tokenizer:
         special_tokens = _special_tokens({**read_json_object(folder / "special_tokens_map.json"), **config})
         return cls(backend, special_tokens, load_chat_template(folder, config, special_tokens))
 
-    async def encode_text(self, text: str) -> tuple[int, ...]:
-        """The ids of a raw prompt, with the special tokens that tokenizer.json adds around it.
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a raw prompt.
 
-        `add_bos_token` in tokenizer_config.json does not count where there is a tokenizer.json:
-        transformers reads a folder the same way.
+        Args:
+            add_special_tokens: those that tokenizer.json adds around it. `add_bos_token` in
+                tokenizer_config.json does not count where there is a tokenizer.json: transformers reads a
+                folder the same way.
         """
-        return await self._encode(text, add_special_tokens=True)
+        return await self._encode(text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, object]] = (),
         answer_start: str = "",
+        *,
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """The ids of a conversation. The template writes every special token itself, BOS included.
 
         Args:
             answer_start: what the answer already says.
+            add_generation_prompt: ends with the opening of the assistant's next turn.
 
         Raises:
             RequestError: INVALID_ARGUMENT, there is no template, or it refuses the messages or the tools.
@@ -89,11 +101,11 @@ class Tokenizer:
         if template is None:
             raise invalid("messages", "the model has no chat template; send a prompt instead")
         length = sum(len(message.content) + len(message.tool_calls) * INLINE_CHARS for message in messages)
+        render = partial(template.render, messages, tools, add_generation_prompt=add_generation_prompt)
         if length <= INLINE_CHARS and not tools:
-            text = template.render(messages)
+            text = render()
         else:
-            loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(self._threads, template.render, messages, tools)
+            text = await self._in_thread(render)
         return await self._encode(text + answer_start, add_special_tokens=False)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -102,9 +114,10 @@ class Tokenizer:
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
             return tuple(encoding.ids)
 
-        if len(text) <= INLINE_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def decode(self, token_ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
         """The text of generated tokens: special tokens that are not `shown` are left out."""
@@ -114,6 +127,24 @@ class Tokenizer:
     def prompt_text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt that came as tokens, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """`prompt_text`, of however many tokens."""
+
+        def decode() -> str:
+            # Without the interpreter's lock, as `encode_batch`.
+            (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+            return text
+
+        return decode() if len(token_ids) <= INLINE_TOKENS else await self._in_thread(decode)
+
+    async def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's entries, as they are. "" for a token that it does not name."""
+
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(id_) or "" for id_ in token_ids]
+
+        return look_up() if len(token_ids) <= INLINE_TOKENS else await self._in_thread(look_up)
 
     def token_text(self, token_id: int) -> str:
         """Of one token alone, a special token by its name. U+FFFD stands for a part of a character."""

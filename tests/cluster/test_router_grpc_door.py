@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from tokenizers import Tokenizer
 
 from protos import inference_pb2
 from protos.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
@@ -211,3 +212,49 @@ async def test_every_call_of_a_burst_is_answered(tiny_model: Path) -> None:
         calls = [stub.Generate(token_request(), timeout=DEADLINE_S) for _ in range(3000)]
         codes = await asyncio.gather(*(call.code() for call in calls))
     assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_tokens_of_a_text_and_back(scripted: Cluster, tiny_model: Path) -> None:
+    async with inference_stub(scripted.router) as stub:
+        tokenized = await stub.Tokenize(inference_pb2.TokenizeRequest(text="the north wind"))
+        back = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokenized.token_ids))
+    expected = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode("the north wind").ids
+    assert list(tokenized.token_ids) == expected and tokenized.max_model_len == 4096
+    assert back.text == "the north wind"
+
+
+@pytest.mark.parametrize("opened", [None, True, False])
+async def test_the_tokens_of_a_chat_are_those_that_are_generated_from(
+    scripted: Cluster, opened: bool | None
+) -> None:
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="the wind")])
+    async with generating(scripted.router, GenerateRequest(chat=chat)):
+        p, _ = await both_legs(scripted.prefill, scripted.decode)
+    asked = inference_pb2.TokenizeRequest(chat=chat, add_generation_prompt=opened)
+    async with inference_stub(scripted.router) as stub:
+        told = list((await stub.Tokenize(asked)).token_ids)
+    generated_from = list(p.submit.prompt_token_ids)
+    assert told == generated_from[: len(told)]
+    assert (len(told) < len(generated_from)) is (opened is False)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "field"),
+    [
+        ("Tokenize", inference_pb2.TokenizeRequest(), "prompt"),
+        ("Tokenize", inference_pb2.TokenizeRequest(chat=inference_pb2.Chat()), "chat.messages"),
+        ("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[384]), "token_ids"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_named(
+    scripted: Cluster,
+    method: str,
+    request_: inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+    field: str,
+) -> None:
+    async with inference_stub(scripted.router) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(stub, method)(request_)
+    bad_request = details(caught.value)["BadRequest"]
+    assert isinstance(bad_request, error_details_pb2.BadRequest)
+    assert [violation.field for violation in bad_request.field_violations] == [field]

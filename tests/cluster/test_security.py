@@ -121,6 +121,8 @@ async def scripted_keyed(
     [
         ("/v1/models", 401, 200),
         ("/workers", 401, 200),
+        ("/tokenize", 401, 405),
+        ("/detokenize", 401, 405),
         ("/no/such/page", 401, 404),
         ("/health", 200, 200),
         ("/metrics", 200, 200),

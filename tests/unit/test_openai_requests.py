@@ -3,48 +3,29 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from random import Random
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.admission import Admission, AdmissionRules, Capacity
-from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
-from router.failover import RetryLimits
-from router.fleet import Fleet, LinkSettings
-from router.generation_service import GenerationService
 from router.grammar import JsonObject, JsonSchema, Regex
-from router.http_door import make_http_door
-from router.metrics import RouterMetrics
-from router.model_card import ModelCard
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
-from router.placement import PlacementRules
-from router.placer import Placer
-from router.tokenizer import Tokenizer
-from router.tool_style import HERMES
-from security.channel_security import Plaintext
+from router.strict_body import StrictBody
+from router.token_schema import DetokenizeRequest, TokenizeRequest
+from tests.unit.lonely_door import lonely_door
 
 CHAT = {"messages": [{"role": "user", "content": "What?"}]}
 TEXT = {"prompt": "a"}
+ANSWERED_ALONE = ["/tokenize", "/detokenize", "/explain"]
+PATHS = ["/v1/chat/completions", "/v1/completions", *ANSWERED_ALONE]
 
 
 @pytest.fixture
 async def door(tiny_model: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The application itself, before a fleet without workers."""
-    tokenizer = Tokenizer.load(tiny_model)
-    fleet = Fleet(LinkSettings("tiny", 1.0, Plaintext()))
-    card = ModelCard.read(tiny_model, "tiny")
-    metrics = RouterMetrics()
-    placer = Placer(fleet, PlacementRules(), metrics, Random(0))
-    admission = Admission(AdmissionRules(), lambda: Capacity(0, 0.0, 0), metrics.refused)
-    service = GenerationService(card, tokenizer, fleet, metrics, placer, admission, RetryLimits(1, 0))
-    transport = httpx.ASGITransport(app=make_http_door(service, HERMES, Doorkeeper(None)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with lonely_door(tiny_model) as client:
         yield client
-    tokenizer.close()
 
 
 JSON = st.recursive(
@@ -70,7 +51,10 @@ JSON = st.recursive(
 )
 
 
-def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict) -> st.SearchStrategy[dict]:
+TOKEN_IDS = st.integers(-1, 384)
+
+
+def bodies(kind: type[StrictBody], base: dict) -> st.SearchStrategy[dict]:
     """Sound requests with some fields of the schema set to anything."""
     names = [info.alias or name for name, info in kind.model_fields.items()]
     wrong = st.dictionaries(st.sampled_from(names), JSON, max_size=4)
@@ -91,8 +75,46 @@ async def test_any_completion_is_refused_clearly_or_finds_no_worker(
     await check_answer(door, "/v1/completions", body)
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=bodies(TokenizeRequest, {}) | bodies(TokenizeRequest, TEXT) | bodies(TokenizeRequest, CHAT))
+async def test_any_tokenize_is_refused_clearly_or_answered(door: httpx.AsyncClient, body: dict) -> None:
+    await check_answer(door, "/tokenize", body)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=bodies(DetokenizeRequest, {"tokens": [1]}) | st.builds(dict, tokens=st.lists(st.integers(-1, 384)))
+)
+async def test_any_detokenize_is_refused_clearly_or_answered(door: httpx.AsyncClient, body: dict) -> None:
+    await check_answer(door, "/detokenize", body)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """The text of a sound request, or of any, cut or with some bytes replaced."""
+    text = json.dumps(draw(st.sampled_from([CHAT, TEXT, {"tokens": [1, 2]}]) | JSON)).encode()
+    start = draw(st.integers(0, len(text)))
+    end = draw(st.integers(start, len(text)))
+    return text[:start] + draw(st.binary(max_size=6)) + text[end:]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), text=damaged())
+async def test_a_damaged_body_is_refused_clearly_or_still_a_request(
+    door: httpx.AsyncClient, path: str, text: bytes
+) -> None:
+    await check_text(door, path, text)
+
+
 async def check_answer(door: httpx.AsyncClient, path: str, body: dict) -> None:
-    answer = await door.post(path, content=json.dumps(body))
+    await check_text(door, path, json.dumps(body).encode())
+
+
+async def check_text(door: httpx.AsyncClient, path: str, text: bytes) -> None:
+    answer = await door.post(path, content=text)
+    if answer.status_code == 200:
+        assert path in ANSWERED_ALONE
+        return
     assert answer.status_code in (400, 404, 503), answer.text
     error = answer.json()["error"]
     assert error["message"]
