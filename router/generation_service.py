@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.admission import Admission, Claim, Ticket
 from router.body_budget import BodyBudget
@@ -181,6 +181,20 @@ class GenerationService:
                 f"{request_id!r} is not among the last {MAX_DECISIONS} requests that were placed here",
             )
         return [explain_recorded(each) for each in recorded]
+
+    async def checked(self, draft: RequestDraft) -> RequestDraft:
+        """The same request, found sound; its prompt is tokens now. It does not run.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT or NOT_FOUND.
+        """
+        try:
+            request = await self._check(draft)
+        except RequestError as error:
+            self._metrics.failed(error.code.name)
+            logger.info("%s: %s: %s", draft.request_id, error.code.name, error.message)
+            raise
+        return replace(draft, prompt=TokenPrompt(request.prompt))
 
     def check_model(self, model: str) -> None:
         """

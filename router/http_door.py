@@ -11,10 +11,11 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from router.api_keys import ApiKey
+from router.batch_response import BatchResponse
 from router.body_budget import HttpBodies
 from router.doorkeeper import Doorkeeper
-from router.errors import ErrorCode, RequestError, openai_body
-from router.generation_request import ChatPrompt, RequestDraft
+from router.errors import ErrorCode, RequestError, invalid, openai_body
+from router.generation_request import ChatPrompt, Prompt, RequestDraft
 from router.generation_service import GenerationService
 from router.http_keys import HttpKeys, api_key_of
 from router.openai_answer import ChatShape, TextShape
@@ -58,9 +59,11 @@ def make_http_door(
     async def complete(request: Request) -> Response:
         asked = _Asked.now(request)
         body = read_completion(await _read_body(request))
-        draft = asked.completion(body)
-        shape = TextShape(answer_head(service, body, draft))
-        return OpenAIResponse(service, body, draft, shape)
+        drafts = asked.completions(body)
+        head = answer_head(service, body, drafts[0])
+        if len(drafts) > 1:
+            return BatchResponse(service, body, drafts, head)
+        return OpenAIResponse(service, body, drafts[0], TextShape(head))
 
     @door.post("/tokenize")
     async def tokens_of(request: Request) -> Response:
@@ -151,15 +154,22 @@ class _Asked:
     def either(self, text: bytes, tool_style: ToolStyle | None) -> RequestDraft:
         """Of the body of a chat or of a completion."""
         if parse(_Kind, text).messages is None:
-            return self.completion(read_completion(text))
+            drafts = self.completions(read_completion(text))
+            if len(drafts) > 1:
+                raise invalid("prompt", "must be one here")
+            return drafts[0]
         body = read_chat(text)
         return self.chat(body, plan_calls(body.tool_use(), tool_style))
 
-    def completion(self, body: CompletionRequest) -> RequestDraft:
+    def completions(self, body: CompletionRequest) -> list[RequestDraft]:
+        """Of each prompt."""
+        return [self._completion(body, prompt) for prompt in body.prompts()]
+
+    def _completion(self, body: CompletionRequest, prompt: Prompt) -> RequestDraft:
         return RequestDraft(
             request_id=self.request_id,
             model=body.model,
-            prompt=body.prompt(),
+            prompt=prompt,
             sampling=body.sampling(),
             stop=body.stops(),
             cache_salt=body.cache_salt or "",

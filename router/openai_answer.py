@@ -216,10 +216,11 @@ class ChatShape:
 
 
 class TextShape:
-    """/v1/completions."""
+    """/v1/completions: the choices of one prompt."""
 
-    def __init__(self, head: AnswerHead) -> None:
+    def __init__(self, head: AnswerHead, first_choice: int = 0) -> None:
         self._head = head
+        self._first_choice = first_choice
         self._templates: dict[int, ChunkTemplate] = {}
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
@@ -245,14 +246,23 @@ class TextShape:
     def whole(
         self, samples: Sequence[WholeSample], echo: EchoedPrompt, scored: ScoredPrompt | None, end: End
     ) -> str:
+        return self.answer(self.choices(samples, echo, scored), end.usage)
+
+    def choices(
+        self, samples: Sequence[WholeSample], echo: EchoedPrompt, scored: ScoredPrompt | None
+    ) -> list[TextChoice]:
         told = _prompt_logprobs(self._head, scored)
         choices = [
             self._choice(index, echo.text + sample.text, (*echo.tokens, *sample.tokens), sample.reason)
             for index, sample in enumerate(samples)
         ]
-        if told is not None:
-            choices = [choice.model_copy(update={"prompt_logprobs": told}) for choice in choices]
-        return _with_usage(self._answer(choices), end.usage).json_text()
+        if told is None:
+            return choices
+        return [choice.model_copy(update={"prompt_logprobs": told}) for choice in choices]
+
+    def answer(self, choices: Sequence[TextChoice], usage: Usage) -> str:
+        """The whole answer."""
+        return _with_usage(self._answer(choices), usage).json_text()
 
     def _chunk(
         self, sample: int, text: str, tokens: Sequence[PlacedToken], reason: FinishReason | None
@@ -265,7 +275,8 @@ class TextShape:
         writer = self._head.logprobs
         logprobs = writer.text(tokens) if writer is not None and tokens else None
         word = None if reason is None else reason.value
-        return TextChoice(index=sample, text=text, logprobs=logprobs, finish_reason=word)
+        index = self._first_choice + sample
+        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=word)
 
     def _answer(self, choices: Sequence[TextChoice]) -> Answer:
         head = self._head

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from router import grammar
 from router.chat_template import ChatMessage
-from router.errors import RequestError, invalid
+from router.errors import invalid
 from router.generation_request import Prompt, TextPrompt, TokenPrompt
 from router.openai_grammar import (
     STRUCTURED_OUTPUTS,
@@ -25,6 +25,8 @@ from router.tool_schema import CalledBody, ToolBody, ToolChoice, ToolUse, read_t
 
 # OpenAI's default for completions; a chat may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
+# Of one request for completions.
+MAX_PROMPTS = 128
 _TOKEN_ID = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
@@ -242,7 +244,7 @@ class ChatRequest(_Generation):
 
 
 class CompletionRequest(_Generation):
-    """POST /v1/completions. A prompt is a text or token ids; a list of one such is one prompt too."""
+    """POST /v1/completions. A prompt is a text or token ids; there may be a list of either."""
 
     prompt_field: Annotated[str | list[int] | list[str] | list[list[int]], Field(alias="prompt")]
     logprobs: int | None = None
@@ -256,20 +258,20 @@ class CompletionRequest(_Generation):
         if self.suffix:
             raise invalid("suffix", "is not served: nothing is filled in between")
 
-    def prompt(self) -> Prompt:
-        match self.prompt_field:
-            case str() as text:
-                return TextPrompt(text)
-            case [str() as text]:
-                return TextPrompt(text)
-            case [list() as token_ids]:
-                return TokenPrompt(tuple(token_ids))
-            case []:
-                raise invalid("prompt", "must have at least one token")
-            case [str() | list(), *_]:
-                raise _unserved("prompt", "several prompts in one request are")
-            case token_ids:
-                return TokenPrompt(tuple(id_ for id_ in token_ids if isinstance(id_, int)))
+    def prompts(self) -> tuple[Prompt, ...]:
+        """At least one.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, none, or more than `MAX_PROMPTS`.
+        """
+        if isinstance(self.prompt_field, str):
+            return (TextPrompt(self.prompt_field),)
+        several = [_prompt(each) for each in self.prompt_field if not isinstance(each, int)]
+        if not several:
+            return (TokenPrompt(tuple(each for each in self.prompt_field if isinstance(each, int))),)
+        if len(several) > MAX_PROMPTS:
+            raise invalid("prompt", f"at most {MAX_PROMPTS} in one request, got {len(several)}")
+        return tuple(several)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -287,8 +289,8 @@ class CompletionRequest(_Generation):
         )
 
 
-def _unserved(field: str, what: str) -> RequestError:
-    return invalid(field, f"{what} not supported yet")
+def _prompt(given: str | list[int]) -> Prompt:
+    return TextPrompt(given) if isinstance(given, str) else TokenPrompt(tuple(given))
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -68,7 +68,7 @@ async def test_any_chat_is_refused_clearly_or_finds_no_worker(door: httpx.AsyncC
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=bodies(CompletionRequest, TEXT))
+@given(body=bodies(CompletionRequest, TEXT) | bodies(CompletionRequest, {"prompt": ["a", "b"]}))
 async def test_any_completion_is_refused_clearly_or_finds_no_worker(
     door: httpx.AsyncClient, body: dict
 ) -> None:

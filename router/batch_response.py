@@ -1,0 +1,131 @@
+"""Runs one request for completions of several prompts, and answers whole or as events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.completion import End, Output, Usage
+from router.errors import RequestError, invalid
+from router.generation_request import RequestDraft
+from router.generation_service import GenerationService
+from router.hang_up import until_hang_up
+from router.interleaving import interleave
+from router.openai_answer import AnswerHead, EchoedPrompt, TextChoice, TextShape
+from router.openai_response import (
+    STREAM_END,
+    closing_events,
+    error_event,
+    error_response,
+    in_words_of,
+    send_events,
+    stream_start,
+)
+from router.openai_schema import CompletionRequest
+from router.prompt_answer import StreamedAnswer, WholeAnswer, echo_of
+
+
+class BatchResponse(Response):
+    """The answer to several prompts, `n` choices of each, numbered prompt by prompt.
+
+    To keys, queue and workers each prompt is a request of its own; what fails one fails all, once.
+    """
+
+    def __init__(
+        self,
+        service: GenerationService,
+        body: CompletionRequest,
+        drafts: Sequence[RequestDraft],
+        head: AnswerHead,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._drafts = drafts
+        self._request_id = head.request_id
+        self._shapes = [TextShape(head, place * body.num_samples) for place in range(len(drafts))]
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._stream if self._body.stream else self._whole
+        await until_hang_up(receive, answer(scope, receive, send))
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = Response(await self._answer(), media_type="application/json")
+        except RequestError as error:
+            response = error_response(in_words_of(self._body, error), self._request_id)
+        await response(scope, receive, send)
+
+    async def _answer(self) -> str:
+        answers: dict[int, WholeAnswer] = {}
+        usage = Usage(0, 0, 0)
+        async with aclosing(self._outputs()) as outputs:
+            async for place, output in outputs:
+                if place not in answers:
+                    answers[place] = WholeAnswer(self._body, await self._echo(place, output))
+                answers[place].add(output)
+                if isinstance(output, End):
+                    usage += output.usage
+        return self._shapes[0].answer(self._choices(answers), usage)
+
+    def _choices(self, answers: dict[int, WholeAnswer]) -> list[TextChoice]:
+        each = [
+            shape.choices(answers[place].samples, answers[place].echo, answers[place].scored)
+            for place, shape in enumerate(self._shapes)
+        ]
+        return [choice for choices in each for choice in choices]
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An error before the first output still is an HTTP status; a later one is the last event."""
+        has_begun = False
+        try:
+            async with aclosing(self._events()) as events:
+                async for each in events:
+                    if not has_begun:
+                        has_begun = True
+                        await send(stream_start())
+                    await send_events(send, each)
+        except RequestError as error:
+            error = in_words_of(self._body, error)
+            if not has_begun:
+                await error_response(error, self._request_id)(scope, receive, send)
+                return
+            await send_events(send, [error_event(error, self._request_id)])
+        await send(STREAM_END)
+
+    async def _events(self) -> AsyncGenerator[list[str], None]:
+        answers: dict[int, StreamedAnswer] = {}
+        usage = Usage(0, 0, 0)
+        async with aclosing(self._outputs()) as outputs:
+            async for place, output in outputs:
+                opening: list[str] = []
+                if place not in answers:
+                    echo = await self._echo(place, output)
+                    answers[place] = StreamedAnswer(self._body, echo, self._shapes[place])
+                    opening = answers[place].opening()
+                yield [*opening, *answers[place].events(output)]
+                if isinstance(output, End):
+                    usage += output.usage
+        yield closing_events(self._body, self._shapes[0], usage)
+
+    async def _echo(self, place: int, first: Output) -> EchoedPrompt:
+        return await echo_of(self._service.tokenizer, self._body, self._drafts[place].prompt, first)
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        """Of all prompts, each with its place. Nothing runs before all are found sound."""
+        checked = [await self._checked(place, draft) for place, draft in enumerate(self._drafts)]
+        async with aclosing(interleave([self._service.generate(each) for each in checked])) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _checked(self, place: int, draft: RequestDraft) -> RequestDraft:
+        # Short prompts are tokenized where they stand: token streams go on between two of them.
+        await asyncio.sleep(0)
+        try:
+            return await self._service.checked(draft)
+        except RequestError as error:
+            if error.field != "prompt":
+                raise
+            raise invalid("prompt", f"{place}: {error.message.removeprefix('prompt: ')}") from error
