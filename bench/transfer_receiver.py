@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,15 +19,13 @@ import uvloop
 
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
+from engine.kv_wire import KVWire, kv_wire
 from kv_transfer import frame as frame_module
 from kv_transfer.bulk import SlotTerms
 from kv_transfer.frame import Bytes, KVSlice
 from kv_transfer.messages import Drop, Grant, Open
 from kv_transfer.servicer import KvTransferService
 from kv_transfer.transport_choice import TransportName, transports_for
-
-# torch has no read-only tensors; what is made of a frame's bytes is only read.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 EPOCH = 1
 TOKENS_METHOD = "/bench/Tokens"
@@ -84,9 +81,9 @@ def _no_digest(fields: Bytes, parts: object) -> int:
 class PageSink:
     """One hand-off into pages (kv_transfer's HandoffSink), which one thread writes, as an engine's does."""
 
-    def __init__(self, cache: KVCache, block_table: np.ndarray, engine: Executor) -> None:
+    def __init__(self, wire: KVWire, block_table: np.ndarray, engine: Executor) -> None:
         self.dropped: asyncio.Future[Drop] = asyncio.get_running_loop().create_future()
-        self._cache = cache
+        self._wire = wire
         self._block_table = block_table
         self._engine = engine
 
@@ -97,16 +94,8 @@ class PageSink:
         await asyncio.get_running_loop().run_in_executor(self._engine, self._scatter, slices)
 
     def _scatter(self, slices: Sequence[KVSlice]) -> None:
-        for piece in slices:
-            form = self._cache.layout.layers[piece.layer][piece.tensor]
-            rows = torch.frombuffer(piece.data, dtype=form.torch_dtype)
-            rows = rows.view(piece.token_count, form.num_heads, form.head_dim)
-            self._cache.scatter(piece.layer, piece.tensor, self._slots(piece), rows)
-
-    def _slots(self, piece: KVSlice) -> torch.Tensor:
-        size = self._cache.layout.block_size
-        positions = np.arange(piece.token_start, piece.token_start + piece.token_count)
-        return torch.from_numpy(self._block_table[positions // size] * size + positions % size)
+        for layer, token_start, token_end, data in slices:
+            self._wire.unpack(layer, self._block_table, token_start, token_end, data)
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         """Nothing runs here."""
@@ -120,15 +109,15 @@ class PageDoor:
 
     def __init__(self, layout: KVLayout, max_tokens: int) -> None:
         num_blocks = max_tokens // layout.block_size
-        self._cache = KVCache(layout, num_blocks, torch.device("cpu"))
+        self._wire = kv_wire(KVCache(layout, num_blocks, torch.device("cpu")), layout)
         self._engine = ThreadPoolExecutor(1)
         self._tables = {
             "contiguous": np.arange(num_blocks),
             "shuffled": np.random.default_rng(0).permutation(num_blocks),
         }
 
-    async def authorize(self, opening: Open) -> PageSink:
-        return PageSink(self._cache, self._tables[opening.transfer.session], self._engine)
+    async def authorize(self, opening: Open, layout: KVLayout) -> PageSink:
+        return PageSink(self._wire, self._tables[opening.transfer.session], self._engine)
 
 
 async def _send_tokens(request: bytes, context: grpc.aio.ServicerContext) -> None:

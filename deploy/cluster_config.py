@@ -28,8 +28,6 @@ _WORKER_DECIDED = {
     "cores",
 }
 _ROUTER_DECIDED = {"model_path", "model_name", "prefill", "decode"}
-# Two workers that differ in one of these cannot hand over a sequence.
-_SAME_IN_BOTH_POOLS = ("dtype", "kv_dtype", "block_size", "max_model_len")
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -186,10 +184,18 @@ class ClusterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _pools_can_hand_over(self) -> Self:
-        for option in _SAME_IN_BOTH_POOLS:
-            prefill, decode = (getattr(self.worker_config(pool), option) for pool in POOLS)
-            if prefill != decode:
-                raise ValueError(f"{option} must be the same in both pools, not {prefill} and {decode}")
+        prefill, decode = (self.worker_config(pool) for pool in POOLS)
+        if prefill.max_model_len != decode.max_model_len:
+            raise ValueError(
+                f"max_model_len must be the same in both pools, not {prefill.max_model_len} and "
+                f"{decode.max_model_len}"
+            )
+        if not decode.kv_conversion and prefill.sent_kv_dtype != decode.cached_kv_dtype:
+            raise ValueError(
+                f"the prefill pool hands off KV in {prefill.sent_kv_dtype}, the decode pool keeps it in "
+                f"{decode.cached_kv_dtype}: make them the same, or let the decode pool convert it "
+                "(pools.decode.worker.kv_conversion: true)"
+            )
         return self
 
 

@@ -1,6 +1,5 @@
 """The tensors of one step, and who listens while the model computes them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -61,25 +60,17 @@ class StepBatch:
     sampled_rows: Tensor
 
 
-class ReadyChunk(NamedTuple):
-    """Tokens [token_start, token_end) of a sequence, computed in rows from `first_row` of a step."""
-
-    sequence_id: SequenceId
-    first_row: int
-    token_start: int
-    token_end: int
-
-
 class KVListener(Protocol):
-    """Is told, in the engine thread and in layer order, when a layer of the step's chunks is ready."""
+    """Is told, in the engine thread and in layer order, when a layer of a chunk is ready."""
 
-    def on_layer(self, layer: int, tensors: tuple[Tensor, ...], chunks: Sequence[ReadyChunk]) -> None:
-        """`tensors`: the whole step's rows as cached, in layout order, each [num_tokens, num_heads, head_dim]
-        of its layout."""
+    def on_layer(
+        self, sequence_id: SequenceId, layer: int, token_start: int, token_end: int, packed: Tensor
+    ) -> None:
+        """`packed`: see engine.kv_wire, a copy, on the device."""
         ...
 
 
 class LayerHook(Protocol):
     """What the model calls after each layer has written its K and V."""
 
-    def __call__(self, layer: int, tensors: tuple[Tensor, ...]) -> None: ...
+    def __call__(self, layer: int) -> None: ...

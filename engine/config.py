@@ -24,6 +24,11 @@ class EngineConfig(BaseModel):
         description="Of K and V in the cache and in hand-offs, the same in both pools. auto: the model's. "
         "int8, fp8: a scale for each token and head beside 8-bit values, about half of bfloat16's bytes.",
     )
+    kv_wire_dtype: Literal["cached", "bfloat16", "int8", "fp8"] = Field(
+        default="cached",
+        description="Of K and V that this worker hands off. cached: as they are. Others are compressed on "
+        "the way (int8, fp8: about half of bfloat16's bytes), and the receiver needs kv_conversion.",
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_bytes: int | None = Field(
         default=None,
@@ -48,3 +53,13 @@ class EngineConfig(BaseModel):
         "prompt adds to the time between their tokens.",
     )
     max_running: int = Field(default=128, ge=1, description="Sequences that hold blocks at the same time.")
+
+    @property
+    def cached_kv_dtype(self) -> str:
+        """A dtype, or "auto": the checkpoint's."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def sent_kv_dtype(self) -> str:
+        """See `cached_kv_dtype`."""
+        return self.cached_kv_dtype if self.kv_wire_dtype == "cached" else self.kv_wire_dtype

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from engine.batch import KVListener, LayerHook, ReadyChunk
+from engine.batch import KVListener, LayerHook
 from engine.block_hash import BlockHash
 from engine.block_pool import BlockPool, CacheChanges
 from engine.kv_cache import KVCache
+from engine.kv_layout import KVLayout
+from engine.kv_wire import Buffer, KVWire, kv_wire
 from engine.logprobs import LogprobTensors, TokenLogprobs
 from engine.model import Model
 from engine.prompt_rows import PromptRows, book_prompt_logprobs, prompt_logprobs, prompt_rows, rows_of
@@ -75,8 +76,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         limits: EngineLimits,
         listener: KVListener | None = None,
+        wire_layout: KVLayout | None = None,
     ) -> None:
+        """`wire_layout`: in which the listener gets K and V; None: the cache's."""
         self.layout = cache.layout
+        self.wire_layout = wire_layout or cache.layout
+        self.device = cache.device
         self.limits = limits
         self.vocab_size = model.vocab_size
         self.eos_token_ids = eos_token_ids
@@ -84,6 +89,8 @@ class Engine:
         self._cache = cache
         self._eos = eos_token_ids
         self._listener = listener
+        self._own_wire = kv_wire(cache, cache.layout)
+        self._export_wire = self.wire(self.wire_layout)
         self._pool = BlockPool(cache.num_blocks)
         self._scheduler = Scheduler(
             self._pool,
@@ -160,11 +167,12 @@ class Engine:
         listener = self._listener
         if listener is None or sequence.request.run_until is not RunUntil.FIRST_TOKEN or start >= end:
             return
-        slots = torch.from_numpy(sequence.slots(start, end, self.layout.block_size)).to(self._cache.device)
-        ready = [ReadyChunk(sequence.sequence_id, 0, start, end)]
-        for layer, tensors in enumerate(self.layout.layers):
-            cached = tuple(self._cache.gather(layer, index, slots) for index in range(len(tensors)))
-            listener.on_layer(layer, cached, ready)
+        for layer in range(len(self.layout.layers)):
+            self._export(listener, layer, sequence, start, end)
+
+    def _export(self, listener: KVListener, layer: int, sequence: Sequence, start: int, end: int) -> None:
+        packed = self._export_wire.pack(layer, sequence.block_table, start, end)
+        listener.on_layer(sequence.sequence_id, layer, start, end, packed)
 
     def remove(self, sequence_id: SequenceId) -> bool:
         """Cancels a request or lets a held one go, and frees its blocks. False: there is none."""
@@ -173,29 +181,40 @@ class Engine:
             self._scheduler.remove(sequence)
         return bool(samples)
 
-    def import_kv(
-        self, sequence_id: SequenceId, layer: int, tensor: int, token_start: int, data: Tensor
-    ) -> bool:
-        """Writes KV of tokens from `token_start` on into an importing sequence's blocks.
+    def wire(self, layout: KVLayout) -> KVWire:
+        """For `import_kv`. May be called from anywhere.
 
         Args:
-            tensor: its place in the layer's layout.
-            data: [num_tokens, num_heads, head_dim].
+            layout: in which KV comes.
+        """
+        return self._own_wire if layout == self.layout else kv_wire(self._cache, layout)
+
+    def import_kv(
+        self,
+        sequence_id: SequenceId,
+        wire: KVWire,
+        layer: int,
+        token_start: int,
+        token_end: int,
+        packed: Buffer,
+    ) -> bool:
+        """Writes a layer's KV of tokens [token_start, token_end) into an importing sequence's blocks.
+
+        Args:
+            packed: see engine.kv_wire.
 
         Returns:
             False: the sequence is gone, nothing was written.
 
         Raises:
-            ValueError: the tokens go beyond the sequence's.
+            ValueError: the tokens go beyond the sequence's, or the bytes do not fit the layout.
         """
         sequence = self._importing(sequence_id)
         if sequence is None:
             return False
-        token_end = token_start + data.shape[0]
         if token_end > len(sequence.tokens):
             raise ValueError(f"KV of tokens up to {token_end} for a prompt of {len(sequence.tokens)}")
-        slots = torch.from_numpy(sequence.slots(token_start, token_end, self.layout.block_size))
-        self._cache.scatter(layer, tensor, slots.to(self._cache.device), data.to(self._cache.device))
+        wire.unpack(layer, sequence.block_table, token_start, token_end, packed)
         return True
 
     def _importing(self, sequence_id: SequenceId) -> Sequence | None:
@@ -345,18 +364,20 @@ class Engine:
     def _hook(self, chunks: Rows[Chunk]) -> LayerHook | None:
         """Tells the listener of the chunks whose KV leaves this engine."""
         listener = self._listener
-        ready = []
-        first_row = 0
+        ready: list[tuple[Sequence, int, int]] = []
         for chunk in chunks:
             request = chunk.sequence.request
             start = max(chunk.token_start, request.export_from)
             if request.run_until is RunUntil.FIRST_TOKEN and start < chunk.token_end:
-                row = first_row + start - chunk.token_start
-                ready.append(ReadyChunk(request.sequence_id, row, start, chunk.token_end))
-            first_row += chunk.num_tokens
+                ready.append((chunk.sequence, start, chunk.token_end))
         if listener is None or not ready:
             return None
-        return lambda layer, tensors: listener.on_layer(layer, tensors, ready)
+
+        def hook(layer: int) -> None:
+            for sequence, start, end in ready:
+                self._export(listener, layer, sequence, start, end)
+
+        return hook
 
     def cached_names(self) -> tuple[BlockHash, ...]:
         """The full blocks that a prefix lookup finds."""

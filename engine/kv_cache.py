@@ -65,19 +65,15 @@ class KVCache:
         heads = torch.arange(num_heads, device=slots.device) * block_size
         return (first.unsqueeze(1) + heads).view(-1)
 
-    def write(self, layer: int, rows: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def write(self, layer: int, rows: Tensor, tensors: tuple[Tensor, ...]) -> None:
         """Stores a layer's K and V, each [num_tokens, num_heads, head_dim], at their `rows`, quantized if
         the layout says so.
 
         For tensors that all have the same number of heads: `rows` are computed once for all layers.
-
-        Returns:
-            The rows as cached, in layout order.
         """
         cached = self._quantized(layer, tensors) if self.is_quantized else tensors
         for pages, data in zip(self._pages[layer], cached, strict=True):
             _copy_rows(pages, rows, data)
-        return cached
 
     def _quantized(self, layer: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         forms = self.layout.layers[layer][: len(tensors)]
@@ -97,21 +93,7 @@ class KVCache:
                 f"{tensor.name} of layer {layer}: {tuple(data.shape)} {data.dtype} where "
                 f"{shape} {tensor.torch_dtype} belongs"
             )
-        pages = self._pages[layer][index]
-        blocks = self._whole_blocks(slots) if self.device.type == "cpu" else None
-        if blocks is not None:
-            _copy_blocks(pages, blocks, data)
-        else:
-            _copy_rows(pages, self.rows(slots, tensor.num_heads), data)
-
-    def _whole_blocks(self, slots: Tensor) -> np.ndarray | None:
-        """The blocks that `slots` fill, each from its first token to its last; None: not only whole ones."""
-        size = self.layout.block_size
-        if len(slots) % size:
-            return None
-        by_block = slots.numpy().reshape(-1, size)
-        blocks = by_block[:, 0] // size
-        return blocks if np.array_equal(by_block, blocks[:, None] * size + np.arange(size)) else None
+        _copy_rows(self._pages[layer][index], self.rows(slots, tensor.num_heads), data)
 
     def gather(self, layer: int, index: int, slots: Tensor) -> Tensor:
         """A copy of what `scatter` stores: [num_slots, num_heads, head_dim] at `slots` int64."""
@@ -133,14 +115,3 @@ def _copy_rows(pages: Tensor, rows: Tensor, data: Tensor) -> None:
         pages, data = pages.view(torch.int8), data.view(torch.int8)
     head_dim = data.shape[-1]
     pages.view(-1, head_dim).index_copy_(0, rows, data.reshape(-1, head_dim))
-
-
-def _copy_blocks(pages: Tensor, blocks: np.ndarray, data: Tensor) -> None:
-    """Whole blocks, on a CPU: numpy moves each head of each token as one item, several times as fast as
-    torch's index operations.
-    """
-    num_blocks, num_heads, block_size, head_dim = pages.shape
-    row = np.dtype((np.void, head_dim * data.itemsize))
-    target = pages.view(torch.uint8).numpy().view(row).reshape(num_blocks, num_heads, block_size)
-    rows = data.contiguous().view(torch.uint8).numpy().view(row)
-    target[blocks] = rows.reshape(len(blocks), block_size, num_heads).transpose(0, 2, 1)

@@ -54,6 +54,11 @@ class KVLayout:
         return sum(tensor.token_bytes for tensor in self.layers[layer])
 
     @property
+    def largest_block_bytes(self) -> int:
+        """Bytes of one block of the layer that has the most."""
+        return self.block_size * max(self.layer_token_bytes(layer) for layer in range(len(self.layers)))
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
         return sum(self.layer_token_bytes(layer) for layer in range(len(self.layers)))

@@ -106,9 +106,9 @@ class LlamaModel:
         swapped = rotated.roll(config.head_dim // 2, -1)
         rotated = torch.addcmul(rotated * cos, swapped, sin)
         query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        cached = attention.write(index, key, value)
+        attention.write(index, key, value)
         if hook is not None:
-            hook(index, cached)
+            hook(index)
         return attention.attend(index, query, key, value, self._forms[index])
 
     def _add_mlp(self, layer: LayerWeights, hidden: Tensor) -> None:

@@ -9,8 +9,8 @@ from engine.checkpoint import model_fingerprint
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineLimits
 from engine.kv_cache import KVCache
+from engine.kv_conversion import in_dtype
 from engine.kv_layout import DTYPES, KVLayout
-from engine.kv_quantization import quantized_layers
 from engine.llama import LlamaModel
 from engine.llama_config import llama_config
 from engine.model import Model
@@ -47,16 +47,25 @@ def load_engine(config: EngineConfig, listener: KVListener | None = None) -> Eng
         model_config.eos_token_ids,
         EngineLimits(max_model_len, config.step_tokens, config.max_running, config.local_prefill_step_tokens),
         listener,
+        _wire_layout(config, layout),
     )
 
 
 def _layout(config: EngineConfig, dtype: str, model: Model) -> KVLayout:
     """`dtype`: what the model computes in."""
     fingerprint = model_fingerprint(config.model_path)
-    if config.kv_dtype == "auto":
-        return KVLayout(fingerprint, dtype, config.block_size, model.kv_tensors)
-    layers = quantized_layers(model.kv_tensors, config.kv_dtype)
-    return KVLayout(fingerprint, config.kv_dtype, config.block_size, layers)
+    layout = KVLayout(fingerprint, dtype, config.block_size, model.kv_tensors)
+    return layout if config.kv_dtype == "auto" else in_dtype(layout, config.kv_dtype)
+
+
+def _wire_layout(config: EngineConfig, cached: KVLayout) -> KVLayout:
+    if config.kv_wire_dtype in ("cached", cached.dtype):
+        return cached
+    if config.kv_dtype != "auto":
+        raise ModelError(
+            f"kv_wire_dtype: {config.kv_wire_dtype} cannot be made of {config.kv_dtype}, which kv_dtype is"
+        )
+    return in_dtype(cached, config.kv_wire_dtype)
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_positions: int) -> Model:

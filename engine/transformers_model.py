@@ -60,9 +60,9 @@ class _PagedLayer:
         """All [1, heads, num_tokens, head_dim], the result [1, num_tokens, num_heads, head_dim]."""
         query, key, value = (t[0].transpose(0, 1).to(self._dtype) for t in (query, key, value))
         attention, hook = self._current.get()
-        cached = attention.write(self._index, key, value)
+        attention.write(self._index, key, value)
         if hook is not None:
-            hook(self._index, cached)
+            hook(self._index)
         attended = attention.attend(self._index, query, key, value, self._form)
         return attended.view(1, *query.shape[:2], value.shape[-1])
 

@@ -115,7 +115,7 @@ class BulkTransport(Protocol):
     def name(self) -> str: ...
 
     def offer(self, layout: KVLayout) -> BulkOffer | None:
-        """For the sender of a pair. None: this machine cannot do it, or a slot holds no token of a layer."""
+        """For the sender of a pair. None: this machine cannot do it, or a slot holds no block of a layer."""
         ...
 
     def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:

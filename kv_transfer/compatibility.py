@@ -1,9 +1,11 @@
-"""Whether two workers may hand KV to each other: the same model, layout and dtype, and versions that meet."""
+"""Whether a worker may hand KV to another: the same model, dtypes that are equal or may be converted, and
+versions that meet."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.kv_layout import KVLayout, TensorLayout
+from engine.kv_conversion import convertible
+from engine.kv_layout import CACHED_DTYPES, KVLayout, TensorLayout
 from protos import kv_pb2
 
 # Protocol N talks to N-1.
@@ -31,12 +33,17 @@ class IncompatiblePeers(ValueError):
         self.differences = differences
 
 
-def check_compatible(ours: KVLayout, theirs: KVLayout, their_version: int) -> None:
+def check_compatible(ours: KVLayout, theirs: KVLayout, their_version: int, *, converts: bool = False) -> None:
     """
+    Args:
+        ours: of the receiver's cache.
+        theirs: of what the sender hands off. Its block size may be another.
+        converts: other dtypes may come.
+
     Raises:
         IncompatiblePeers: see there.
     """
-    differences = (*_version_differences(their_version), *_layout_differences(ours, theirs))
+    differences = (*_version_differences(their_version), *_layout_differences(ours, theirs, converts))
     if differences:
         raise IncompatiblePeers(differences)
 
@@ -47,18 +54,24 @@ def _version_differences(theirs: int) -> Iterator[Difference]:
         yield Difference("protocol_version", PROTOCOL_VERSION, theirs)
 
 
-def _layout_differences(ours: KVLayout, theirs: KVLayout) -> Iterator[Difference]:
-    for name in ("model_fingerprint", "dtype", "block_size"):
-        if getattr(ours, name) != getattr(theirs, name):
-            yield Difference(name, getattr(ours, name), getattr(theirs, name))
+def _layout_differences(ours: KVLayout, theirs: KVLayout, converts: bool) -> Iterator[Difference]:
+    if ours.model_fingerprint != theirs.model_fingerprint:
+        yield Difference("model_fingerprint", ours.model_fingerprint, theirs.model_fingerprint)
+    if ours.dtype != theirs.dtype and not (converts and _is_known(theirs)):
+        yield Difference("dtype", ours.dtype, theirs.dtype)
     if len(ours.layers) != len(theirs.layers):
         yield Difference("number of layers", len(ours.layers), len(theirs.layers))
         return
     for layer, (our_tensors, their_tensors) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
-        if our_tensors != their_tensors:
+        same = convertible(our_tensors, their_tensors) if converts else our_tensors == their_tensors
+        if not same:
             # The others differ in the same way, nearly always.
             yield Difference(f"layers[{layer}]", _describe(our_tensors), _describe(their_tensors))
             return
+
+
+def _is_known(layout: KVLayout) -> bool:
+    return all(tensor.dtype in CACHED_DTYPES for tensors in layout.layers for tensor in tensors)
 
 
 def _describe(tensors: tuple[TensorLayout, ...]) -> str:

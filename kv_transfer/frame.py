@@ -2,8 +2,7 @@
 
 Header (48 bytes, little-endian): magic, version, number, layer_start, layer_count, token_start,
 token_count, zero, payload bytes, checksum. The checksum is xxh3_64 over every other byte of the frame.
-Payload: for each layer its tensors in layout order, each [token_count, num_heads, head_dim] in its own
-dtype.
+Payload: each layer of the tokens as engine/kv_wire.py packs them.
 """
 
 import struct
@@ -50,17 +49,15 @@ class Frame:
 
 
 class KVSlice(NamedTuple):
-    """Rows of one tensor of one layer.
+    """Tokens [token_start, token_end) of one layer.
 
     Attributes:
-        tensor: its place in the layer's layout.
-        data: [token_count, num_heads, head_dim] in the tensor's dtype, as bytes.
+        data: see engine/kv_wire.py.
     """
 
     layer: int
-    tensor: int
     token_start: int
-    token_count: int
+    token_end: int
     data: memoryview
 
 
@@ -114,11 +111,10 @@ def cut(frame: Frame, layout: KVLayout) -> tuple[KVSlice, ...]:
     slices: list[KVSlice] = []
     offset = 0
     for layer in range(frame.layer_start, frame.layer_start + frame.layer_count):
-        for tensor, form in enumerate(layout.layers[layer]):
-            num_bytes = frame.token_count * form.token_bytes
-            data = payload[offset : offset + num_bytes]
-            slices.append(KVSlice(layer, tensor, frame.token_start, frame.token_count, data))
-            offset += num_bytes
+        num_bytes = frame.token_count * layout.layer_token_bytes(layer)
+        data = payload[offset : offset + num_bytes]
+        slices.append(KVSlice(layer, frame.token_start, frame.token_start + frame.token_count, data))
+        offset += num_bytes
     if offset != payload.nbytes:
         raise ValueError(f"{payload.nbytes} bytes of payload, the layout says {offset}")
     return tuple(slices)

@@ -196,13 +196,14 @@ class BulkFrameWriter:
 class GrpcSenderLink:
     """A SenderLink over a `Push` call and whatever its frames leave by."""
 
-    def __init__(self, control: grpc.aio.Channel, frames: FrameWriter) -> None:
+    def __init__(self, control: grpc.aio.Channel, frames: FrameWriter, layout_id: int) -> None:
         self._push = kv_pb2_grpc.KvTransferStub(control).Push()
         self._frames = frames
+        self._layout_id = layout_id
 
     async def send(self, message: SenderMessage) -> None:
         if isinstance(message, Open):
-            message = replace(message, bulk_token=self._frames.bulk_token)
+            message = replace(message, bulk_token=self._frames.bulk_token, layout_id=self._layout_id)
         try:
             await self._push.write(sender_message_to_proto(message))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

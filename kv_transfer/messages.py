@@ -58,6 +58,7 @@ class Open:
         receiver_epoch: the life of the receiver that the sender was told of.
         num_tokens: tokens whose K and V will come, at least one.
         bulk_token: of the pair's bulk that the frames will come by; empty: by the stream `Frames`.
+        layout_id: of what comes, as the handshake named it.
     """
 
     transfer: TransferId
@@ -67,6 +68,7 @@ class Open:
     sender_epoch: int
     num_tokens: int
     bulk_token: bytes = field(default=b"", repr=False)
+    layout_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

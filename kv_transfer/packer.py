@@ -13,15 +13,15 @@ LAST_JOINED_BYTES = 256 << 10
 
 
 class FrameLimitTooSmall(ValueError):
-    """The receiver's frame limit does not hold one token of one layer."""
+    """The receiver's frame limit does not hold one block of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPiece:
-    """One layer of tokens [token_start, token_end): its tensors in layout order, one after the other.
+    """One layer of tokens [token_start, token_end).
 
     Attributes:
-        data: each tensor [token_end - token_start, num_heads, head_dim], as bytes. Must not change.
+        data: see engine/kv_wire.py. Must not change.
     """
 
     layer: int
@@ -35,21 +35,21 @@ class KVPiece:
 
 
 class FramePacker:
-    """Joins small layers of the same tokens, splits large ones evenly by tokens, and numbers the frames.
+    """Joins small layers of the same tokens, splits large ones evenly by blocks, and numbers the frames.
 
     A piece waits at most until the last layer of its tokens: nothing of a chunk waits for the next chunk.
 
     Raises:
-        FrameLimitTooSmall: `max_frame_bytes` (header included) does not hold one token of one layer.
+        FrameLimitTooSmall: `max_frame_bytes` (header included) does not hold one block of one layer.
     """
 
     def __init__(self, layout: KVLayout, max_frame_bytes: int) -> None:
         self._layout = layout
         self._token_bytes = tuple(layout.layer_token_bytes(layer) for layer in range(len(layout.layers)))
         room = max_frame_bytes - HEADER_BYTES
-        if room < max(self._token_bytes):
+        if room < layout.largest_block_bytes:
             raise FrameLimitTooSmall(
-                f"a token of one layer needs {max(self._token_bytes) + HEADER_BYTES} bytes, "
+                f"a block of one layer needs {layout.largest_block_bytes + HEADER_BYTES} bytes, "
                 f"frames are limited to {max_frame_bytes}"
             )
         self._payload_limit = room
@@ -97,27 +97,24 @@ class FramePacker:
         )
 
     def _split(self, piece: KVPiece) -> list[Frame]:
-        most = self._payload_limit // self._token_bytes[piece.layer]
-        step = ceil(piece.token_count / ceil(piece.token_count / most))
+        size = self._layout.block_size
+        most = self._payload_limit // (self._token_bytes[piece.layer] * size)
+        first, last = piece.token_start // size, ceil(piece.token_end / size)
+        step = ceil((last - first) / ceil((last - first) / most))
         return [
-            self._number(
-                piece.layer,
-                1,
-                piece.token_start + start,
-                min(step, piece.token_count - start),
-                self._rows(piece, start, min(start + step, piece.token_count)),
-            )
-            for start in range(0, piece.token_count, step)
+            self._cut(piece, max(piece.token_start, start), min(piece.token_end, start + step * size))
+            for start in range(first * size, last * size, step * size)
         ]
 
-    def _rows(self, piece: KVPiece, start: int, end: int) -> tuple[memoryview, ...]:
-        """Rows [start, end) of each of the piece's tensors."""
+    def _cut(self, piece: KVPiece, token_start: int, token_end: int) -> Frame:
+        """Of a piece, cut where blocks end."""
         parts: list[memoryview] = []
+        start, end = token_start - piece.token_start, token_end - piece.token_start
         base = 0
         for form in self._layout.layers[piece.layer]:
             parts.append(piece.data[base + start * form.token_bytes : base + end * form.token_bytes])
             base += piece.token_count * form.token_bytes
-        return tuple(parts)
+        return self._number(piece.layer, 1, token_start, token_end - token_start, tuple(parts))
 
     def _number(
         self, layer: int, layers: int, token: int, tokens: int, parts: tuple[memoryview, ...]

@@ -51,9 +51,12 @@ class Peer:
         transport: the name of the way for frames.
     """
 
-    def __init__(self, control: grpc.aio.Channel, frames: grpc.aio.Channel | BulkSender) -> None:
+    def __init__(
+        self, control: grpc.aio.Channel, frames: grpc.aio.Channel | BulkSender, layout_id: int
+    ) -> None:
         self._control = control
         self._frames = frames
+        self._layout_id = layout_id
         self._users = 0
         self.retired = False
         self.transport = frames.transport if isinstance(frames, BulkSender) else GRPC
@@ -65,8 +68,10 @@ class Peer:
 
     def link(self, opening: Open) -> GrpcSenderLink:
         if isinstance(self._frames, BulkSender):
-            return GrpcSenderLink(self._control, BulkFrameWriter(self._frames, opening.transfer))
-        return GrpcSenderLink(self._control, StreamFrameWriter(self._frames, opening))
+            writer = BulkFrameWriter(self._frames, opening.transfer)
+        else:
+            writer = StreamFrameWriter(self._frames, opening)
+        return GrpcSenderLink(self._control, writer, self._layout_id)
 
     def join(self) -> None:
         self._users += 1
@@ -86,7 +91,11 @@ class Peer:
 
 
 class PeerPool:
-    """Connects to receivers, shakes hands with each once, and rebuilds a connection that broke."""
+    """Connects to receivers, shakes hands with each once, and rebuilds a connection that broke.
+
+    Args:
+        layout: of what is handed off.
+    """
 
     def __init__(
         self,
@@ -159,26 +168,25 @@ class PeerPool:
     async def _connect(self, address: PeerAddress) -> Peer:
         control = control_channel(address.address, self._security)
         try:
-            frames = await self._choose_frames(address, control)
+            peer = await self._pair_up(address, control)
         except BaseException:
             await control.close()
             raise
         await self._retire_other_lives(address)
-        peer = Peer(control, frames)
         log.info("%s: frames go by %s", address.address, peer.transport)
         return peer
 
-    async def _choose_frames(
-        self, address: PeerAddress, control: grpc.aio.Channel
-    ) -> grpc.aio.Channel | BulkSender:
+    async def _pair_up(self, address: PeerAddress, control: grpc.aio.Channel) -> Peer:
         offers = self._offers(address)
         try:
-            name = await self._shake_hands(address, control, offers)
+            reply = await self._shake_hands(address, control, offers)
+            name = reply.transport or GRPC
             if name == GRPC:
-                return bulk_channel(address.address, self._security)
+                return Peer(control, bulk_channel(address.address, self._security), reply.layout_id)
             if name not in offers:
                 raise LinkBroken(DropCause.PUSH_BROKEN, f"the receiver chose {name}, which was not offered")
-            return await self._open_bulk(address, control, offers.pop(name))
+            bulk = await self._open_bulk(address, control, offers.pop(name))
+            return Peer(control, bulk, reply.layout_id)
         finally:
             for offer in offers.values():
                 offer.discard()
@@ -212,8 +220,7 @@ class PeerPool:
 
     async def _shake_hands(
         self, address: PeerAddress, control: grpc.aio.Channel, offers: dict[str, BulkOffer]
-    ) -> str:
-        """Returns the name of the way for frames."""
+    ) -> kv_pb2.HandshakeReply:
         request = kv_pb2.HandshakeRequest(
             protocol_version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -235,7 +242,7 @@ class PeerPool:
                 DropCause.PUSH_BROKEN,
                 f"epoch: {address.address} is {reply.epoch}, not {address.epoch}: another life answers there",
             )
-        return reply.transport or GRPC
+        return reply
 
     def _forget_failed(self, address: PeerAddress, task: asyncio.Task[Peer]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._peers.get(address) is task:

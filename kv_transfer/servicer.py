@@ -52,6 +52,7 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
 
     Args:
         layout: of the engine behind the door.
+        converts: whether K and V may come in other dtypes. Another block size is always right.
         terms: of every grant; a frame that is being received and one that is being scattered both count.
         transports: the ways for frames that senders may go.
     """
@@ -65,9 +66,12 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         worker_id: str,
         epoch: int,
         transports: Transports = Transports(),
+        converts: bool = False,
     ) -> None:
         self._door = door
-        self._layout = layout
+        # What may come, by its id. Few: they differ in dtypes and block size only.
+        self._layouts = [layout]
+        self._converts = converts
         self._terms = terms
         self._worker_id = worker_id
         self._epoch = epoch
@@ -102,13 +106,24 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         context: grpc.aio.ServicerContext[kv_pb2.HandshakeRequest, kv_pb2.HandshakeReply],
     ) -> kv_pb2.HandshakeReply:
         try:
-            check_compatible(self._layout, layout_from_proto(request.layout), request.protocol_version)
+            layout = layout_from_proto(request.layout)
+            check_compatible(self._layouts[0], layout, request.protocol_version, converts=self._converts)
             transport = self._transports.choose(request.transports or [kv_pb2.TransportOffer(name=GRPC)])
         except (IncompatiblePeers, NoCommonTransport) as error:
             log.warning("refused %s: %s", request.worker_id, error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         log.info("%s: its frames come by %s", request.worker_id, transport)
-        return kv_pb2.HandshakeReply(worker_id=self._worker_id, epoch=self._epoch, transport=transport)
+        return kv_pb2.HandshakeReply(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            transport=transport,
+            layout_id=self._layout_id(layout),
+        )
+
+    def _layout_id(self, layout: KVLayout) -> int:
+        if layout not in self._layouts:
+            self._layouts.append(layout)
+        return self._layouts.index(layout)
 
     async def Bulk(self, request_iterator: object, context: BulkContext) -> None:
         try:
@@ -207,11 +222,14 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
             opening = await self._read_open(link)
             if (forming := self._forming.get(opening.bulk_token)) is not None:
                 await forming.wait()
-            sink = await self._let_in(opening, link)
+            if opening.layout_id >= len(self._layouts):
+                raise LinkBroken(DropCause.PUSH_BROKEN, f"no handshake named a layout {opening.layout_id}")
+            layout = self._layouts[opening.layout_id]
+            sink = await self._let_in(opening, layout, link)
             inbox = self._join_bulk(opening, link)
             self._live[opening.transfer] = (opening, link)
             try:
-                await HandoffInbound(link, sink, self._layout, opening.num_tokens, self._terms).run()
+                await HandoffInbound(link, sink, layout, opening.num_tokens, self._terms).run()
             finally:
                 del self._live[opening.transfer]
                 if inbox is not None:
@@ -243,14 +261,14 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
             raise LinkBroken(DropCause.PUSH_BROKEN, f"{type(message).__name__} before Open")
         return message
 
-    async def _let_in(self, opening: Open, link: GrpcReceiverLink) -> HandoffSink:
+    async def _let_in(self, opening: Open, layout: KVLayout, link: GrpcReceiverLink) -> HandoffSink:
         """Waits for the door, as long as the sender does.
 
         Raises:
             LinkBroken: the sender went first.
             HandoffRefused: the door's.
         """
-        asking = asyncio.ensure_future(self._door.authorize(opening))
+        asking = asyncio.ensure_future(self._door.authorize(opening, layout))
         try:
             await asyncio.wait({asking, link.broken}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:

@@ -47,8 +47,7 @@ class SharedMemoryTransport:
         self._terms = terms
 
     def offer(self, layout: KVLayout) -> "SharedMemoryOffer | None":
-        largest_token = max(layout.layer_token_bytes(layer) for layer in range(len(layout.layers)))
-        if self._terms.slot_bytes < largest_token:
+        if self._terms.slot_bytes < layout.largest_block_bytes:
             return None
         try:
             return SharedMemoryOffer(self._terms)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.kv_layout import KVLayout
 from kv_transfer.frame import KVSlice
 from kv_transfer.messages import Drop, Open
 
@@ -85,8 +86,11 @@ class HandoffSink(Protocol):
 class HandoffDoor(Protocol):
     """Knows which attempts a hand-off may come for."""
 
-    async def authorize(self, opening: Open) -> HandoffSink:
+    async def authorize(self, opening: Open, layout: KVLayout) -> HandoffSink:
         """Gives a Push its attempt's place, and to no other Push after that.
+
+        `layout`: of what comes; it may have another block size or, if the service converts, other dtypes
+        than the receiver's.
 
         Waits for a Submit that has not come, as long as its session lives; cancelled when the Push ends
         before. Claims the attempt and returns without an await between, so that a cancellation never loses

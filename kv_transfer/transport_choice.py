@@ -13,6 +13,10 @@ TransportName = Literal["auto", "shm", "nccl", "gloo", "grpc"]
 GRPC = "grpc"
 
 
+class TransportUnavailable(ValueError):
+    """A way that is forced cannot be gone here."""
+
+
 class NoCommonTransport(Exception):
     """Names what each end has, and why what both have does not work between them."""
 
@@ -73,7 +77,7 @@ def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0
         host: what this worker is reached at.
 
     Raises:
-        ValueError: this worker cannot do what is forced.
+        TransportUnavailable: see there.
     """
     match choice:
         case "auto":
@@ -87,5 +91,5 @@ def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0
             from kv_transfer.distributed_transport import DistributedTransport, is_available
 
             if not is_available(choice):
-                raise ValueError(f"kv_transport: {choice} is not available here")
+                raise TransportUnavailable(f"kv_transport: {choice} is not available here")
             return Transports((DistributedTransport(choice, terms, host),), ())

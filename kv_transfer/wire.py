@@ -40,6 +40,7 @@ def sender_message_to_proto(message: SenderMessage) -> kv_pb2.PushMessage:
                     sender_epoch=message.sender_epoch,
                     num_tokens=message.num_tokens,
                     bulk_token=message.bulk_token,
+                    layout_id=message.layout_id,
                 )
             )
         case Commit(num_frames, first_tokens):
@@ -76,6 +77,7 @@ def _open_from_proto(opening: kv_pb2.Open) -> Open:
         sender_epoch=opening.sender_epoch,
         num_tokens=opening.num_tokens,
         bulk_token=opening.bulk_token,
+        layout_id=opening.layout_id,
     )
 
 

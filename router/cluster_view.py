@@ -28,7 +28,8 @@ class WorkerSnapshot:
     Attributes:
         session: the router's session with it.
         fingerprint: of the model: workers with equal ones write the same text.
-        pairing: equal on two workers that can hand KV to each other (model fingerprint, dtype, block size).
+        wire_dtype: of K and V that it hands off.
+        accepted_dtypes: of K and V that it takes.
         capacity_tokens: the longest sequence that it can hold, prompt and generated tokens together.
         token_bytes: of one token's K and V.
         free_blocks, num_running, num_waiting, waiting_prompt_tokens: of its last load report, with what
@@ -42,7 +43,8 @@ class WorkerSnapshot:
     session: str
     role: Role
     fingerprint: str
-    pairing: str
+    wire_dtype: str
+    accepted_dtypes: frozenset[str]
     block_size: int
     capacity_tokens: int
     token_bytes: int
@@ -54,6 +56,10 @@ class WorkerSnapshot:
     step_s: float
     prefill_tokens_per_s: float
     draining: bool
+
+    def can_take(self, sender: "WorkerSnapshot") -> bool:
+        """A sequence that the other hands off."""
+        return sender.fingerprint == self.fingerprint and sender.wire_dtype in self.accepted_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

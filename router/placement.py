@@ -156,7 +156,7 @@ class _Choice:
         short = [self._alone(worker) for worker in decode if self._is_short(worker)]
         if short:
             return short
-        pairs = [self._pair(p, d) for p in prefill for d in decode if p.pairing == d.pairing]
+        pairs = [self._pair(p, d) for p in prefill for d in decode if d.can_take(p)]
         if not pairs:
             return [self._alone(worker) for worker in decode or prefill]
         is_loaded = min(pair.cost.wait_s for pair in pairs) > self._rules.loaded_prefill_s

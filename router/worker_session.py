@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
+from protos import PROTOCOL_VERSION, worker_pb2, worker_pb2_grpc
 from router.cluster_view import Role, WorkerSnapshot
 from router.observations import Observations
 from router.sent_load import SentLoad
@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 # Messages that wait for a worker to read them: beyond it the worker counts as lost.
 OUTBOX_MESSAGES = 4096
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 _CHANNEL_OPTIONS = [
     # A new connection for every session, whatever became of the last one.
@@ -87,7 +86,6 @@ class WorkerSession:
         self._sent = SentLoad()
         # Prompt tokens and blocks that the next submission takes.
         self._expected = (0, 0)
-        self._token_bytes = 0
         # Until something that it tells changes.
         self._snapshot: WorkerSnapshot | None = None
         self._silence: asyncio.Timeout | None = None
@@ -181,7 +179,6 @@ class WorkerSession:
                 f"{description.worker_id} serves {description.model!r}, this router {self._model!r}"
             )
         self.description = description
-        self._token_bytes = _token_bytes(description.layout)
 
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
         for prefilled in step.prefilled:
@@ -283,10 +280,11 @@ class WorkerSession:
             session=self.id,
             role=role_of(description),
             fingerprint=layout.model_fingerprint,
-            pairing=f"{layout.model_fingerprint}/{layout.dtype}/{layout.block_size}",
+            wire_dtype=description.wire_dtype,
+            accepted_dtypes=frozenset(description.accepted_dtypes),
             block_size=layout.block_size,
             capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),
-            token_bytes=self._token_bytes,
+            token_bytes=description.wire_token_bytes,
             num_blocks=load.num_blocks,
             free_blocks=load.free_blocks - self._sent.blocks,
             num_running=load.num_running,
@@ -300,11 +298,3 @@ class WorkerSession:
 
 def role_of(description: worker_pb2.WorkerDescription) -> Role:
     return Role.PREFILL if description.role == worker_pb2.ROLE_PREFILL else Role.DECODE
-
-
-def _token_bytes(layout: kv_pb2.KvLayout) -> int:
-    return sum(
-        tensor.num_heads * tensor.head_dim * _DTYPE_BYTES.get(tensor.dtype or layout.dtype, 4)
-        for layer in layout.layers
-        for tensor in layer.tensors
-    )

@@ -44,6 +44,11 @@ class WorkerConfig(EngineConfig):
         description="How KV goes to and from other workers: auto takes shm on one machine, else grpc. "
         "Another name forces that one; a pair that cannot use it is refused when it connects.",
     )
+    kv_conversion: bool = Field(
+        default=False,
+        description="Take KV of the same model in another dtype than this worker's cache has, and convert "
+        "it. Otherwise such a pair is refused when it connects.",
+    )
     kv_slots: int = Field(
         default=16,
         ge=1,

@@ -2,13 +2,11 @@
 
 import asyncio
 import hmac
-import warnings
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.engine import Engine
 from engine.kv_layout import KVLayout
+from engine.kv_wire import KVWire
 from engine.request import EngineRequest, InvalidRequest, KVSource
 from engine.step_result import EndedSequence
 from kv_transfer.frame import KVSlice
@@ -30,9 +28,6 @@ from worker.load_monitor import LoadMonitor
 from worker.session import RouterSession, SessionEnded
 from worker.submission import engine_request
 
-# torch has no read-only tensors; what is made of a frame's bytes is only read.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
 
 class DecodeLeg(Leg):
     """A request whose KV comes by hand-off: its place at this worker (kv_transfer's HandoffSink)."""
@@ -41,20 +36,20 @@ class DecodeLeg(Leg):
         self,
         assignment: Assignment,
         engine: EngineThread,
-        layout: KVLayout,
+        wire: Callable[[KVLayout], KVWire],
         monitor: LoadMonitor,
         grammars: RequestGrammars,
     ) -> None:
         super().__init__(assignment)
         loop = asyncio.get_running_loop()
         self.dropped: asyncio.Future[Drop] = loop.create_future()
-        # A Push has it.
-        self.claimed = False
+        # How its KV comes into the cache, once a Push has it.
+        self._wire: KVWire | None = None
+        self._make_wire = wire
         # From then on the engine is asked for nothing: what it got would stay there.
         self._is_freed = False
         self._request = engine_request(assignment, kv_source=KVSource.HANDOFF)
         self._engine = engine
-        self._layout = layout
         self._monitor = monitor
         self._grammars = grammars
         # The request with its grammar.
@@ -79,6 +74,15 @@ class DecodeLeg(Leg):
         self._engine.post(lambda engine: engine.remove(self._request.sequence_id))
 
     @property
+    def is_claimed(self) -> bool:
+        """A Push has it."""
+        return self._wire is not None
+
+    def claim(self, layout: KVLayout) -> None:
+        """For a Push by which KV comes in `layout`."""
+        self._wire = self._make_wire(layout)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose KV comes."""
         return len(self._request.prompt) + len(self._request.generated)
@@ -101,13 +105,8 @@ class DecodeLeg(Leg):
             raise HandoffDropped(Drop(DropCause.CANCELLED, "the sequence is gone"))
 
     def _import(self, engine: Engine, slices: Sequence[KVSlice]) -> bool:
-        key = self._request.sequence_id
-        return all(engine.import_kv(key, s.layer, s.tensor, s.token_start, self._rows(s)) for s in slices)
-
-    def _rows(self, piece: KVSlice) -> torch.Tensor:
-        form = self._layout.layers[piece.layer][piece.tensor]
-        flat = torch.frombuffer(piece.data, dtype=form.torch_dtype)
-        return flat.view(piece.token_count, form.num_heads, form.head_dim)
+        assert self._wire is not None, "a scatter without a Push"
+        return all(engine.import_kv(self._request.sequence_id, self._wire, *piece) for piece in slices)
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         key = self._request.sequence_id
@@ -160,7 +159,7 @@ class DecodeDoor:
         self._sessions = sessions
         self._legs = legs
 
-    async def authorize(self, opening: Open) -> DecodeLeg:
+    async def authorize(self, opening: Open, layout: KVLayout) -> DecodeLeg:
         if opening.receiver_epoch != self._epoch:
             raise WrongEpoch(
                 f"epoch: this worker's is {self._epoch}, the Push is for {opening.receiver_epoch}"
@@ -174,7 +173,7 @@ class DecodeDoor:
         except SessionEnded as error:
             raise UnknownSession(f"session {transfer.session} ended") from error
         leg = self._legs.get(sequence_id(transfer.session, transfer.number))
-        if not isinstance(leg, DecodeLeg) or leg.claimed:
+        if not isinstance(leg, DecodeLeg) or leg.is_claimed:
             raise NumberOver(f"attempt {transfer.number} is over, takes no hand-off, or has one already")
         if opening.num_tokens != leg.num_tokens:
             raise HandoffRefused(
@@ -182,5 +181,5 @@ class DecodeDoor:
             )
         if not hmac.compare_digest(opening.secret, leg.assignment.submit.secret):
             raise WrongSecret("the secret is not the attempt's")
-        leg.claimed = True
+        leg.claim(layout)
         return leg

@@ -1,27 +1,71 @@
-"""Copies K and V out of a step while the model goes on with the next layer."""
+"""Carries K and V out of a step while the model goes on with the next layer."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.batch import ReadyChunk
 from engine.request import SequenceId
 
-# layer, token_start, token_end, and the rows of the layer's tensors, one tensor after the other, as bytes.
+# layer, token_start, token_end, and the packed bytes.
 KVSink = Callable[[int, int, int, memoryview], None]
 
 
-class KVExport:
-    """The engine's listener: from the engine thread to whoever sends a sequence, on the loop.
+class _Piece(NamedTuple):
+    sequence_id: SequenceId
+    layer: int
+    token_start: int
+    token_end: int
 
-    The bytes are a copy, so the sequence's blocks are not read again after `on_layer`.
-    """
+
+class HostCopy(Protocol):
+    """Brings packed K and V from the device to the host."""
+
+    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Does not wait for the device.
+
+        Returns:
+            The bytes on the host, and what waits in another thread until they are there.
+        """
+        ...
+
+
+class CudaCopy:
+    """On a stream of its own, into pinned memory: the model's stream is not held up."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(packed.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(packed, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        packed.record_stream(self._stream)
+        return host, copied.synchronize
+
+
+class KVExport:
+    """The engine's listener: from the engine thread to whoever sends a sequence, on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._sinks: dict[SequenceId, KVSink] = {}
+        self._host_copy: HostCopy | None = None
+        # For the thread that waits for copies, in the order in which they were begun.
+        self._waits: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+
+    def copy_with(self, host_copy: HostCopy) -> None:
+        """K and V lie on a device. Before the first step."""
+        self._host_copy = host_copy
+        threading.Thread(target=self._wait_for_copies, name="kv export", daemon=True).start()
 
     def attach(self, sequence_id: SequenceId, sink: KVSink) -> None:
         """For the loop: `sink` gets every piece of the sequence, there, in layer order of each chunk."""
@@ -31,24 +75,36 @@ class KVExport:
         """For the loop: what still comes of the sequence is dropped."""
         self._sinks.pop(sequence_id, None)
 
-    def on_layer(self, layer: int, tensors: tuple[Tensor, ...], chunks: Sequence[ReadyChunk]) -> None:
-        for chunk in chunks:
-            rows = slice(chunk.first_row, chunk.first_row + chunk.token_end - chunk.token_start)
-            data = packed_bytes([tensor[rows] for tensor in tensors])
-            self._loop.call_soon_threadsafe(self._deliver, chunk, layer, data)
+    def when_delivered(self, callback: Callable[[], object]) -> None:
+        """For the loop: calls back there, after all pieces of the steps that ended before."""
+        if self._host_copy is None:
+            callback()
+        else:
+            self._waits.put(partial(self._loop.call_soon_threadsafe, callback))
 
-    def _deliver(self, chunk: ReadyChunk, layer: int, data: memoryview) -> None:
-        sink = self._sinks.get(chunk.sequence_id)
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._waits.put(None)
+
+    def on_layer(
+        self, sequence_id: SequenceId, layer: int, token_start: int, token_end: int, packed: Tensor
+    ) -> None:
+        piece = _Piece(sequence_id, layer, token_start, token_end)
+        if self._host_copy is None:
+            self._hand_over(piece, packed)
+            return
+        host, wait = self._host_copy.begin(packed)
+        self._waits.put(wait)
+        self._waits.put(partial(self._hand_over, piece, host))
+
+    def _wait_for_copies(self) -> None:
+        while (wait := self._waits.get()) is not None:
+            wait()
+
+    def _hand_over(self, piece: _Piece, packed: Tensor) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, piece, packed.numpy().data)
+
+    def _deliver(self, piece: _Piece, data: memoryview) -> None:
+        sink = self._sinks.get(piece.sequence_id)
         if sink is not None:
-            sink(layer, chunk.token_start, chunk.token_end, data)
-
-
-def packed_bytes(tensors: Sequence[Tensor]) -> memoryview:
-    """The bytes of each tensor after those of the one before, in memory of their own."""
-    packed = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8).numpy().data
-    offset = 0
-    for tensor in tensors:
-        part = torch.frombuffer(packed, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        part.view(tensor.shape).copy_(tensor)
-        offset += tensor.nbytes
-    return packed
+            sink(piece.layer, piece.token_start, piece.token_end, data)

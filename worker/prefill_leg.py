@@ -98,7 +98,11 @@ class PrefillLeg(Leg):
 
     def on_held(self, held: HeldSequence) -> None:
         self._held = held
-        self._handoff.commit(held.first_tokens)
+        self._export.when_delivered(self._commit)
+
+    def _commit(self) -> None:
+        if self._held is not None:
+            self._handoff.commit(self._held.first_tokens)
         self._computed.set()
 
     def on_ended(self, ended: EndedSequence) -> None:

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
+from engine.kv_layout import CACHED_DTYPES
 from engine.loading import load_engine
 from kv_transfer.bulk import SlotTerms
 from kv_transfer.compatibility import layout_to_proto
@@ -27,7 +28,7 @@ from worker.ended_leg import EndedLeg
 from worker.engine_thread import EngineReport, EngineThread
 from worker.grammars import RequestGrammars
 from worker.grant_window import GrantWindow
-from worker.kv_export import KVExport
+from worker.kv_export import CudaCopy, KVExport
 from worker.leg import Assignment, Leg, LegDropped, LegFactory, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
@@ -76,6 +77,7 @@ class WorkerServer:
 
         Raises:
             UnsupportedModel, CorruptCheckpoint: the model cannot be run.
+            TransportUnavailable: the forced way for KV cannot be gone here.
             OSError: the port is taken, or a certificate cannot be used.
         """
         worker = cls(config)
@@ -88,6 +90,9 @@ class WorkerServer:
     async def _start(self) -> None:
         engine = await self.engine.start()
         self.layout = engine.layout
+        self._wire = engine.wire
+        if engine.device.type == "cuda":
+            self._export.copy_with(CudaCopy())
         self.limits = engine.limits
         compiler = GrammarCompiler(self.config.model_path, engine.vocab_size, engine.eos_token_ids)
         self.grammars = RequestGrammars(compiler)
@@ -99,6 +104,9 @@ class WorkerServer:
             role=self.role,
             model=self.config.model_name or self.config.model_path.name,
             layout=layout_to_proto(engine.layout),
+            wire_dtype=engine.wire_layout.dtype,
+            wire_token_bytes=engine.wire_layout.token_bytes,
+            accepted_dtypes=CACHED_DTYPES if self.config.kv_conversion else (engine.layout.dtype,),
             max_model_len=engine.limits.max_model_len,
             num_blocks=engine.load().num_blocks,
             tls=self.config.tls is not None,
@@ -111,7 +119,11 @@ class WorkerServer:
         )
         self._transports = transports if self.config.may_send_plain_kv else transports.encrypted
         self._peers = PeerPool(
-            self.layout, self.worker_id, self.epoch, transports=self._transports, security=self.security
+            engine.wire_layout,
+            self.worker_id,
+            self.epoch,
+            transports=self._transports,
+            security=self.security,
         )
         self._eos_token_ids = engine.eos_token_ids
         factories = {
@@ -168,6 +180,7 @@ class WorkerServer:
             worker_id=self.worker_id,
             epoch=self.epoch,
             transports=self._transports,
+            converts=self.config.kv_conversion,
         )
 
     def _unless_ended(self, make: LegFactory) -> LegFactory:
@@ -186,7 +199,7 @@ class WorkerServer:
         )
 
     def _decode_leg(self, assignment: Assignment) -> DecodeLeg:
-        return DecodeLeg(assignment, self.engine, self.layout, self.monitor, self.grammars)
+        return DecodeLeg(assignment, self.engine, self._wire, self.monitor, self.grammars)
 
     def _on_report(self, report: EngineReport) -> None:
         self.monitor.on_report(report)
@@ -242,6 +255,7 @@ class WorkerServer:
             watch.cancel()
         await asyncio.gather(self._peers.close(), self._transfers.close())
         await self._server.stop(_STOP_GRACE_S)
+        self._export.close()
         self.grammars.close()
         await self.engine.stop()
         self._metrics_server.stop()

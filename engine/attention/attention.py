@@ -32,12 +32,8 @@ PLAIN = AttentionForm()
 class StepAttention(Protocol):
     """One step's attention: what is the same in every layer has been prepared."""
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Puts the step's K and V, each [num_tokens, num_kv_heads, its head_dim], into the cache.
-
-        Returns:
-            The rows as cached, in layout order: what a hand-off carries.
-        """
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Puts the step's K and V, each [num_tokens, num_kv_heads, its head_dim], into the cache."""
         ...
 
     def attend(

@@ -69,13 +69,13 @@ class TorchStepAttention:
         # By the bytes and heads of the layer's K, and its window.
         self._plans: dict[tuple[int, int, int | None], StepPlan] = {}
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         num_kv_heads = key.shape[1]
         rows = self._write_rows.get(num_kv_heads)
         if rows is None:
             rows = self._cache.rows(self._batch.slots, num_kv_heads)
             self._write_rows[num_kv_heads] = rows
-        return self._cache.write(layer, rows, (key, value))
+        self._cache.write(layer, rows, (key, value))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN

@@ -88,20 +88,30 @@ def token_request(prompt: Sequence[int], max_tokens: int, **sampling) -> inferen
 
 @asynccontextmanager
 async def local_cluster(
-    model: Path, *, prefill: int = 1, decode: int = 1, router_options: dict | None = None, **worker_options
+    model: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    router_options: dict | None = None,
+    decode_options: dict | None = None,
+    **worker_options,
 ) -> AsyncIterator[LocalCluster]:
+    """`decode_options`: in which the decode workers differ from the prefill workers."""
     # A reference that computes on this loop is no stalled worker: hence the router's patience.
     options = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
     async with AsyncExitStack() as stack:
 
-        async def start(kind: type[WorkerServer], name: str) -> WorkerServer:
-            config = WorkerConfig(model_path=model, worker_id=name, **{**options, **worker_options})
+        async def start(kind: type[WorkerServer], name: str, own_options: dict) -> WorkerServer:
+            every = {**options, **worker_options, **own_options}
+            config = WorkerConfig(model_path=model, worker_id=name, **every)
             worker = await kind.start(config)
             stack.push_async_callback(worker.stop)
             return worker
 
-        prefill_workers = [await start(PrefillWorker, f"prefill-{i}") for i in range(prefill)]
-        decode_workers = [await start(DecodeWorker, f"decode-{i}") for i in range(decode)]
+        prefill_workers = [await start(PrefillWorker, f"prefill-{i}", {}) for i in range(prefill)]
+        decode_workers = [
+            await start(DecodeWorker, f"decode-{i}", decode_options or {}) for i in range(decode)
+        ]
         proxies = [Proxy(worker.address) for worker in decode_workers]
         prefill_proxies = [Proxy(worker.address) for worker in prefill_workers]
         for proxy in (*proxies, *prefill_proxies):

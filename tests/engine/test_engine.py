@@ -1,11 +1,13 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from engine.engine import Engine
+from engine.model_config import ModelError
 from engine.request import FinishReason, InvalidRequest, KVSource, RunUntil, SequenceId
 from tests.engine.engines import Run, prompt_of, request, tiny_engine
+from tests.engine.kv_pieces import Wire
 from tests.reference import NearTies, Reference
 
 
@@ -67,24 +69,9 @@ def test_seeded_sampling_continues_with_the_same_tokens(tiny_model, split):
     assert rest.to_end()["a"] == text[split:]
 
 
-class Wire:
-    """Keeps the KV that an engine offers, as a hand-off would carry it."""
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[SequenceId, int, int, list[torch.Tensor]]] = []
-
-    def on_layer(self, layer, tensors, chunks) -> None:
-        for chunk in chunks:
-            rows = slice(chunk.first_row, chunk.first_row + chunk.token_end - chunk.token_start)
-            piece = (layer, chunk.token_start, [tensor[rows].clone() for tensor in tensors])
-            self.pieces.append((chunk.sequence_id, *piece))
-
-
 def hand_off(wire: Wire, prefilled: Run, to: Run, *names: str) -> None:
     to.engine.admit()
-    for name, layer, token_start, tensors in wire.pieces:
-        for index, tensor in enumerate(tensors):
-            assert to.engine.import_kv(name, layer, index, token_start, tensor)
+    wire.deliver(to.engine, prefilled.engine.wire_layout)
     for name in names:
         to.tokens[name] = [*prefilled.held[name].first_tokens]
         assert to.engine.begin_decode(name, prefilled.held[name].first_tokens) == []
@@ -113,6 +100,48 @@ def test_a_handed_off_sequence_goes_on_as_if_it_had_never_moved(tiny_model, refe
     assert all_free(decode.engine)
 
 
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_the_two_engines_may_have_blocks_of_different_sizes(tiny_model, reference, block_size):
+    wire = Wire()
+    prefill = Run(tiny_engine(tiny_model, wire, step_tokens=16))
+    decode = Run(tiny_engine(tiny_model, block_size=block_size))
+    prompt = prompt_of(45)
+    prefill.engine.submit(request("a", prompt, 15, run_until=RunUntil.FIRST_TOKEN))
+    decode.engine.submit(request("a", prompt, 15, kv_source=KVSource.HANDOFF))
+    prefill.to_end()
+    hand_off(wire, prefill, decode, "a")
+    text = decode.to_end()["a"]
+    NearTies(0).check(text, reference.greedy(prompt, 15))
+
+
+@pytest.mark.parametrize("kv_wire_dtype", ["bfloat16", "int8", "fp8"])
+def test_kv_may_be_compressed_on_its_way(tiny_model, kv_wire_dtype):
+    wire = Wire()
+    prefill = Run(tiny_engine(tiny_model, wire, kv_wire_dtype=kv_wire_dtype))
+    decode = Run(tiny_engine(tiny_model))
+    sent = prefill.engine.wire_layout
+    assert sent.dtype == kv_wire_dtype
+    assert sent.token_bytes <= decode.engine.layout.token_bytes / 2
+    prefill.engine.submit(request("a", prompt_of(45), 15, run_until=RunUntil.FIRST_TOKEN))
+    decode.engine.submit(request("a", prompt_of(45), 15, kv_source=KVSource.HANDOFF))
+    prefill.to_end()
+    decode.engine.admit()
+    wire.deliver(decode.engine, sent)
+    assert sum(len(packed) for *_, packed in wire.pieces) == 45 * sent.token_bytes
+    blocks = [engine._sequences[SequenceId("a")][0].block_table for engine in (prefill.engine, decode.engine)]
+    for layer in range(3):
+        ours, theirs = (
+            run.engine._cache.pages(layer, 1)[table[:2]]
+            for run, table in zip((prefill, decode), blocks, strict=True)
+        )
+        assert 0 < (ours - theirs).abs().max() < 0.1 * ours.abs().max()
+
+
+def test_a_quantized_cache_cannot_be_sent_in_another_dtype(tiny_model):
+    with pytest.raises(ModelError, match="kv_wire_dtype"):
+        tiny_engine(tiny_model, kv_dtype="int8", kv_wire_dtype="fp8")
+
+
 def test_changed_kv_changes_the_text(tiny_model):
     """The decode side really reads what was handed off."""
     wire = Wire()
@@ -120,8 +149,10 @@ def test_changed_kv_changes_the_text(tiny_model):
     prefill.engine.submit(request("a", prompt_of(20), 12, run_until=RunUntil.FIRST_TOKEN))
     decode.engine.submit(request("a", prompt_of(20), 12, kv_source=KVSource.HANDOFF))
     prefill.to_end()
-    name, layer, token_start, (key, value) = wire.pieces[0]
-    wire.pieces[0] = (name, layer, token_start, [key, -value])
+    *place, packed = wire.pieces[0]
+    half = len(packed) // 2
+    # V with its signs turned.
+    wire.pieces[0] = (*place, packed[:half] + (-np.frombuffer(packed[half:], np.float32)).tobytes())
     hand_off(wire, prefill, decode, "a")
     alone = Run(tiny_engine(tiny_model))
     alone.engine.submit(request("a", prompt_of(20), 12))
@@ -251,9 +282,9 @@ def test_an_import_beyond_the_prompt_is_refused(tiny_model):
     engine.submit(request("a", prompt_of(20), kv_source=KVSource.HANDOFF))
     engine.admit()
     with pytest.raises(ValueError, match="20"):
-        engine.import_kv(SequenceId("a"), 0, 0, 16, torch.zeros(5, 2, 16))
+        engine.import_kv(SequenceId("a"), engine.wire(engine.layout), 0, 16, 21, bytes(5 * 256))
 
 
 def test_an_import_for_a_sequence_that_is_gone_writes_nothing(tiny_model):
     engine = tiny_engine(tiny_model)
-    assert not engine.import_kv(SequenceId("gone"), 0, 0, 0, torch.zeros(1, 2, 16))
+    assert not engine.import_kv(SequenceId("gone"), engine.wire(engine.layout), 0, 0, 1, bytes(256))

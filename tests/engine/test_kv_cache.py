@@ -3,7 +3,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout, TensorLayout
-from engine.kv_quantization import quantized_layers
+from engine.kv_quantization import quantize, quantized_layers
 
 LAYOUT = KVLayout(
     "f",
@@ -84,14 +84,17 @@ def small(request: pytest.FixtureRequest) -> KVCache:
 
 def fill(cache: KVCache, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
     key, value = torch.randn(2, len(slots), 2, 8)
-    return cache.write(layer, cache.rows(slots, 2), (key, value))
+    cache.write(layer, cache.rows(slots, 2), (key, value))
+    dtype = cache.layout.layers[layer][0].torch_dtype
+    (stored_key, key_scale), (stored_value, value_scale) = quantize(key, dtype), quantize(value, dtype)
+    return stored_key, stored_value, key_scale, value_scale
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def test_a_quantized_cache_holds_what_write_returns(small: KVCache):
+def test_a_quantized_cache_holds_quantized_rows_and_their_scales(small: KVCache):
     cached = fill(small, 1, SLOTS)
     assert len(cached) == len(small.layout.layers[1]) == 4
     for index, tensor in enumerate(cached):

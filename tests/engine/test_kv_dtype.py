@@ -65,22 +65,6 @@ def test_a_prompts_chunks_change_the_logits_far_less_than_its_quantization(
 
 
 @KV_DTYPES
-def test_the_hook_gets_the_quantized_rows_and_their_scales(tiny_model: Path, kv_dtype: str):
-    steps = steps_of(tiny_model, kv_dtype)
-    rows = Rows(0, 0, 30)
-    slots = steps.slots(rows)
-
-    def hook(layer: int, tensors: tuple[Tensor, ...]) -> None:
-        assert len(tensors) == 4
-        for index, computed in enumerate(tensors):
-            stored = steps.cache.gather(layer, index, slots)
-            assert stored.dtype == computed.dtype
-            assert torch.equal(stored.float(), computed.float())
-
-    steps.step(rows, hook=hook)
-
-
-@KV_DTYPES
 def test_an_engine_fits_more_tokens_into_the_same_memory(tiny_model: Path, kv_dtype: str):
     # A head's 16 values have 4 bytes each, or 1 each and a scale of 2; 3 layers, K and V, 2 heads.
     memory = 9 * BLOCK_SIZE * 3 * 2 * 2 * 64

@@ -159,15 +159,20 @@ def test_the_hook_sees_each_layers_kv_as_the_cache_holds_it(llama: Pair):
     steps.prefill(0, 39, 39)
     rows = (Rows(0, 39, 40), Rows(1, 0, 30))
     slots = torch.cat([steps.slots(r) for r in rows])
-    seen: list[int] = []
+    seen: list[list[Tensor]] = []
 
-    def hook(layer: int, tensors: tuple[Tensor, ...]) -> None:
-        seen.append(layer)
-        for index, computed in enumerate(tensors):
-            assert torch.equal(steps.cache.gather(layer, index, slots), computed)
+    def hook(layer: int) -> None:
+        assert layer == len(seen)
+        seen.append([steps.cache.gather(layer, index, slots) for index in range(2)])
+        if layer < 2:
+            assert not steps.cache.gather(layer + 1, 0, slots).any()
 
     steps.step(*rows, hook=hook)
-    assert seen == [0, 1, 2]
+    assert len(seen) == 3
+    for layer, tensors in enumerate(seen):
+        for index, tensor in enumerate(tensors):
+            assert tensor.any()
+            assert torch.equal(tensor, steps.cache.gather(layer, index, slots))
 
 
 def test_the_hook_runs_before_its_layers_attention(llama: Pair):
@@ -175,7 +180,7 @@ def test_the_hook_runs_before_its_layers_attention(llama: Pair):
     steps.prefill(0, 39, 39)
     undisturbed = steps.step(Rows(0, 39, 40))
 
-    def hook(layer: int, tensors: tuple[Tensor, ...]) -> None:
+    def hook(layer: int) -> None:
         steps.cache.pages(layer, 1).zero_()
 
     assert not torch.allclose(steps.step(Rows(0, 39, 40), hook=hook), undisturbed)

@@ -5,7 +5,8 @@ import pytest
 from engine.engine import Engine
 from engine.request import KVSource, RunUntil, SequenceId
 from tests.engine.engines import Run, prompt_of, request, tiny_engine
-from tests.engine.test_engine import Wire, all_free
+from tests.engine.kv_pieces import Wire
+from tests.engine.test_engine import all_free
 
 N = 4
 SAMPLING = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
@@ -70,9 +71,7 @@ def test_one_hand_off_carries_all_samples(tiny_model, length):
     decode.engine.submit(request("a", prompt_of(length), 20, sampling=sampling, kv_source=KVSource.HANDOFF))
     decode.engine.admit()
     prefill.to_end()
-    for name, layer, token_start, tensors in wire.pieces:
-        for index, rows in enumerate(tensors):
-            decode.engine.import_kv(name, layer, index, token_start, rows)
+    wire.deliver(decode.engine)
     first_tokens = prefill.held["a"].first_tokens
     assert decode.engine.begin_decode(SequenceId("a"), first_tokens) == []
     decode.to_end()

@@ -17,6 +17,7 @@ from engine.logprobs import TokenLogprobs
 from engine.request import FinishReason, InvalidRequest, KVSource, RunUntil, SequenceId
 from engine.step_result import StepResult
 from tests.engine.engines import prompt_of, request, tiny_engine
+from tests.engine.kv_pieces import Wire
 from tests.reference import NEAR_TIE, Reference
 from tests.tiny_models import IM_END, VOCAB_SIZE
 
@@ -238,24 +239,6 @@ def test_each_sample_has_penalties_and_grammar_of_its_own(tiny_model, date):
     assert len(set(map(tuple, texts))) == 4
     assert [len(answers.logprobs["a", sample]) for sample in range(4)] == [len(text) for text in texts]
     assert len(answers.prompts["a"]) == 19
-
-
-class Wire:
-    """Carries the KV that one engine offers to another."""
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[SequenceId, int, int, tuple[torch.Tensor, ...]]] = []
-
-    def on_layer(self, layer, tensors, chunks) -> None:
-        for chunk in chunks:
-            rows = slice(chunk.first_row, chunk.first_row + chunk.token_end - chunk.token_start)
-            copies = tuple(tensor[rows].clone() for tensor in tensors)
-            self.pieces.append((chunk.sequence_id, layer, chunk.token_start, copies))
-
-    def deliver(self, engine: Engine) -> None:
-        for name, layer, token_start, tensors in self.pieces:
-            for index, data in enumerate(tensors):
-                assert engine.import_kv(name, layer, index, token_start, data)
 
 
 @pytest.mark.parametrize("step_tokens", [7, 512])

@@ -137,7 +137,7 @@ class Pair:
                 done = self.engine.pop(data.draw(st.integers(0, len(self.engine) - 1)))
                 if isinstance(done, Frame):
                     for piece in cut(done, self.prompt.layout):
-                        write_slice(self.kv, piece)
+                        write_slice(self.kv, piece, self.prompt.layout)
                     done = ScatterDone(done.number)
                 self.on_receiver(self.receiver.handle(done))
 

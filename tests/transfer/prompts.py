@@ -12,10 +12,10 @@ from kv_transfer.packer import KVPiece
 
 
 def make_layout(
-    *, num_layers: int = 3, num_heads: int = 2, head_dim: int = 4, dtype: str = "float32"
+    *, num_layers: int = 3, num_heads: int = 2, head_dim: int = 4, dtype: str = "float32", block_size: int = 4
 ) -> KVLayout:
     tensors = tuple(TensorLayout(name, num_heads, head_dim, dtype) for name in ("k", "v"))
-    return KVLayout("f00d", dtype, 16, (tensors,) * num_layers)
+    return KVLayout("f00d", dtype, block_size, (tensors,) * num_layers)
 
 
 def quantized(layout: KVLayout, kv_dtype: str) -> KVLayout:
@@ -27,9 +27,32 @@ def empty_kv(layout: KVLayout, num_tokens: int) -> list[list[np.ndarray]]:
     return [[np.zeros((num_tokens, t.token_bytes), np.uint8) for t in tensors] for tensors in layout.layers]
 
 
-def write_slice(kv: list[list[np.ndarray]], piece: KVSlice) -> None:
-    rows = kv[piece.layer][piece.tensor][piece.token_start : piece.token_start + piece.token_count]
-    rows[:] = np.frombuffer(piece.data, np.uint8).reshape(rows.shape)
+def blocks_of(token_start: int, token_end: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """The tokens of each block, from start to end."""
+    while token_start < token_end:
+        end = min(token_end, (token_start // block_size + 1) * block_size)
+        yield token_start, end
+        token_start = end
+
+
+def pack(rows: np.ndarray, form: TensorLayout, token_start: int, token_end: int, block_size: int) -> bytes:
+    """Tokens of one tensor in the order that engine/kv_wire.py describes."""
+    return b"".join(
+        rows[start:end].reshape(end - start, form.num_heads, -1).transpose(1, 0, 2).tobytes()
+        for start, end in blocks_of(token_start, token_end, block_size)
+    )
+
+
+def write_slice(kv: list[list[np.ndarray]], piece: KVSlice, layout: KVLayout) -> None:
+    data = np.frombuffer(piece.data, np.uint8)
+    at = 0
+    for rows, form in zip(kv[piece.layer], layout.layers[piece.layer], strict=True):
+        for start, end in blocks_of(piece.token_start, piece.token_end, layout.block_size):
+            part = data[at : at + (end - start) * form.token_bytes]
+            at += len(part)
+            rows[start:end] = (
+                part.reshape(form.num_heads, end - start, -1).transpose(1, 0, 2).reshape(end - start, -1)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +85,10 @@ class Prompt:
         for start in range(0, self.num_tokens, chunk_tokens):
             end = min(start + chunk_tokens, self.num_tokens)
             for layer, tensors in enumerate(self.kv):
-                data = b"".join(rows[start:end].tobytes() for rows in tensors)
+                data = b"".join(
+                    pack(rows, form, start, end, self.layout.block_size)
+                    for rows, form in zip(tensors, self.layout.layers[layer], strict=True)
+                )
                 yield KVPiece(layer, start, end, memoryview(data))
 
     def equals(self, kv: list[list[np.ndarray]]) -> bool:

@@ -30,6 +30,7 @@ class MemorySink:
     def __init__(self, layout: KVLayout, num_tokens: int) -> None:
         loop = asyncio.get_running_loop()
         self.dropped: asyncio.Future[Drop] = loop.create_future()
+        self._layout = layout
         self.kv = empty_kv(layout, num_tokens)
         self.outcomes: list[Drop | tuple[int, int]] = []
         self.ended: asyncio.Future[Drop | tuple[int, int]] = loop.create_future()
@@ -53,7 +54,7 @@ class MemorySink:
         await self.scatter_gate.wait()
         assert self.holds_blocks, "a late write"
         for piece in slices:
-            write_slice(self.kv, piece)
+            write_slice(self.kv, piece, self._layout)
             if piece.layer == 0:
                 self.layer_0_came.set()
         self.scattering -= 1
@@ -105,7 +106,7 @@ class MemoryDoor:
             self._highest[transfer.session] = transfer.number
             self._changed.notify_all()
 
-    async def authorize(self, opening: Open) -> MemorySink:
+    async def authorize(self, opening: Open, layout: KVLayout) -> MemorySink:
         transfer = opening.transfer
         if opening.receiver_epoch != self.epoch:
             raise WrongEpoch(f"epoch: {self.epoch} here, the Push is for {opening.receiver_epoch}")

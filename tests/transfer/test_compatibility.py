@@ -44,6 +44,32 @@ def test_another_kv_dtype_is_refused_with_both_values(ours: KVLayout, theirs: KV
     assert f"dtype: {ours.dtype} here, {theirs.dtype} there" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [make_layout(dtype="bfloat16"), quantized(make_layout(), "int8"), quantized(make_layout(), "fp8")],
+)
+def test_another_kv_dtype_is_taken_by_a_receiver_that_converts(theirs: KVLayout) -> None:
+    check_compatible(make_layout(), theirs, PROTOCOL_VERSION, converts=True)
+    check_compatible(theirs, make_layout(), PROTOCOL_VERSION, converts=True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (make_layout(dtype="float4"), "dtype: float32 here, float4 there"),
+        (make_layout(dtype="bfloat16", num_heads=3), "2 heads of 4 float32.*3 heads of 4 bfloat16"),
+        (quantized(make_layout(head_dim=8), "int8"), "2 heads of 4 float32.*2 heads of 8 int8"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_both_values(theirs: KVLayout, words: str) -> None:
+    with pytest.raises(IncompatiblePeers, match=words):
+        check_compatible(make_layout(), theirs, PROTOCOL_VERSION, converts=True)
+
+
+def test_blocks_of_another_size_are_no_difference() -> None:
+    check_compatible(make_layout(block_size=16), make_layout(block_size=7), PROTOCOL_VERSION)
+
+
 def test_another_dtype_of_one_tensor_is_refused_with_both_values() -> None:
     ours = quantized(make_layout(), "int8")
     *others, scale = ours.layers[0]

@@ -13,7 +13,7 @@ PAIRS = {
     "num_tokens": st.integers(1, 9),
     "chunk_tokens": st.integers(1, 9),
     "credits": st.integers(1, 5),
-    "max_frame_bytes": st.sampled_from([112, 200, 1 << 20]),
+    "max_frame_bytes": st.sampled_from([304, 600, 1 << 20]),
 }
 
 

@@ -16,12 +16,12 @@ def pack(prompt: Prompt, chunk_tokens: int, max_frame_bytes: int) -> list[Frame]
 
 
 @given(
-    layout=st.builds(make_layout, num_layers=st.integers(1, 5)).flatmap(
+    layout=st.builds(make_layout, num_layers=st.integers(1, 5), block_size=st.integers(1, 5)).flatmap(
         lambda exact: st.sampled_from([exact, quantized(exact, "int8")])
     ),
     num_tokens=st.integers(1, 40),
     chunk_tokens=st.integers(1, 40),
-    max_payload=st.integers(64, 2048),
+    max_payload=st.integers(5 * 64, 2048),
 )
 def test_frames_hold_the_prompt_and_none_is_over_the_limit(
     layout: KVLayout, num_tokens: int, chunk_tokens: int, max_payload: int
@@ -33,7 +33,7 @@ def test_frames_hold_the_prompt_and_none_is_over_the_limit(
         assert len(sealed) <= max_payload + HEADER_BYTES
         assert decode(sealed).number == number
         for piece in cut(decode(sealed), prompt.layout):
-            write_slice(received, piece)
+            write_slice(received, piece, layout)
     assert prompt.equals(received)
 
 
@@ -66,6 +66,6 @@ def test_the_last_layer_leaves_alone_where_layers_are_not_small() -> None:
     assert [f.layer_count for f in frames] == [4, 1, 1]
 
 
-def test_a_limit_below_one_token_is_refused() -> None:
-    with pytest.raises(FrameLimitTooSmall, match="112 bytes"):
-        FramePacker(make_layout(), 111)
+def test_a_limit_below_one_block_is_refused() -> None:
+    with pytest.raises(FrameLimitTooSmall, match="304 bytes"):
+        FramePacker(make_layout(block_size=4), 303)

@@ -34,7 +34,7 @@ from kv_transfer.receiver import (
 )
 from tests.transfer.prompts import Prompt, make_layout
 
-PROMPT = Prompt.random(make_layout(num_layers=2), 4)
+PROMPT = Prompt.random(make_layout(num_layers=2, block_size=1), 4)
 TOKEN_BYTES = PROMPT.layout.layer_token_bytes(0)
 TERMS = Grant(frame_credits=4, max_frame_bytes=1 << 20)
 LOST = Drop(DropCause.INTERNAL, "the engine failed")

@@ -28,7 +28,7 @@ from kv_transfer.sender import (
 )
 from tests.transfer.prompts import Prompt, make_layout
 
-PROMPT = Prompt.random(make_layout(num_layers=2), 6)
+PROMPT = Prompt.random(make_layout(num_layers=2, block_size=1), 6)
 # One token of one layer in a frame.
 SMALL = 48 + PROMPT.layout.layer_token_bytes(0)
 CANCEL = CloseRequested(CloseReason.CANCELLED, "")

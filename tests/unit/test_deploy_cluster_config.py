@@ -45,12 +45,16 @@ def test_every_printed_key_has_a_comment() -> None:
         ({"worker": {"model_path": "/m"}}, "unknown key 'worker.model_path'"),
         ({"pools": {"decode": {"workers": 0}}}, "pools.decode.workers: Input should be greater"),
         (
-            {"pools": {"decode": {"worker": {"block_size": 32}}}},
-            "block_size must be the same in both pools, not 16 and 32",
+            {"pools": {"decode": {"worker": {"max_model_len": 32}}}},
+            "max_model_len must be the same in both pools, not None and 32",
         ),
         (
             {"pools": {"decode": {"worker": {"kv_dtype": "fp8"}}}},
-            "kv_dtype must be the same in both pools, not auto and fp8",
+            "the prefill pool hands off KV in auto, the decode pool keeps it in fp8",
+        ),
+        (
+            {"pools": {"prefill": {"worker": {"kv_wire_dtype": "int8"}}}},
+            "the prefill pool hands off KV in int8, the decode pool keeps it in auto",
         ),
         ({"router": {"host": "0.0.0.0"}}, "router: host: 0.0.0.0 can be reached from other machines"),
         ({"router": {"client_ca": "ca.pem"}}, "router: client_ca: needs tls"),
@@ -67,6 +71,18 @@ def test_a_wrong_key_or_value_is_named(content: dict[str, object], message: str)
         parse_config(content, "cluster.yaml")
     assert str(error.value).startswith("cluster.yaml: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [
+        {"decode": {"worker": {"block_size": 32}}},
+        {"prefill": {"worker": {"kv_wire_dtype": "int8"}}, "decode": {"worker": {"kv_conversion": True}}},
+        {"decode": {"worker": {"kv_dtype": "fp8", "kv_conversion": True}}},
+    ],
+)
+def test_pools_may_differ_in_what_is_converted(pools: dict[str, object]) -> None:
+    parse_config({"pools": pools}, "cluster.yaml")
 
 
 def test_a_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""The packed form of K and V: between caches, block tables, block sizes and dtypes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv_cache import KVCache
+from engine.kv_conversion import convertible, in_dtype
+from engine.kv_layout import KVLayout, TensorLayout
+from engine.kv_wire import DevicePages, PageWire, kv_wire, spans
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 12
+EXACT = KVLayout(
+    "f", "float32", 4, ((TensorLayout("key", 3, 8, "float32"), TensorLayout("value", 3, 6, "float32")),) * 2
+)
+LAYOUTS = [EXACT, in_dtype(EXACT, "bfloat16"), in_dtype(EXACT, "int8"), in_dtype(EXACT, "fp8")]
+
+
+def filled(layout: KVLayout) -> KVCache:
+    """Every token of every block has other K and V."""
+    cache = KVCache(layout, NUM_BLOCKS, CPU)
+    slots = torch.arange(NUM_BLOCKS * layout.block_size)
+    torch.manual_seed(0)
+    for layer in range(len(layout.layers)):
+        key, value = torch.randn(len(slots), 3, 8), torch.randn(len(slots), 3, 6)
+        rows = cache.rows(slots, 3)
+        dtype = torch.float32 if cache.is_quantized else layout.layers[0][0].torch_dtype
+        cache.write(layer, rows, (key.to(dtype), value.to(dtype)))
+    return cache
+
+
+def rows_of(cache: KVCache, layer: int, index: int, table: np.ndarray, start: int, end: int) -> torch.Tensor:
+    size = cache.layout.block_size
+    positions = np.arange(start, end)
+    slots = torch.from_numpy(table[positions // size] * size + positions % size)
+    return cache.gather(layer, index, slots).float()
+
+
+def table(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(NUM_BLOCKS)
+
+
+RANGES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda r: (min(r), max(r) + 1))
+
+
+@given(tokens=RANGES, block_size=st.integers(1, 9))
+def test_spans_are_all_tokens_once_in_order(tokens: tuple[int, int], block_size: int) -> None:
+    found = [
+        block * block_size + row
+        for span in spans(*tokens, block_size)
+        for block in range(span.first_block, span.first_block + span.num_blocks)
+        for row in range(span.rows.start, span.rows.stop)
+    ]
+    assert found == list(range(*tokens))
+    assert len(list(spans(*tokens, block_size))) <= 3
+
+
+@given(tokens=RANGES, layout=st.sampled_from(LAYOUTS))
+def test_what_one_cache_packs_another_unpacks(tokens: tuple[int, int], layout: KVLayout) -> None:
+    source, target = filled(layout), KVCache(layout, NUM_BLOCKS, CPU)
+    ours, theirs = table(1), table(2)
+    for layer in range(2):
+        packed = kv_wire(source, layout).pack(layer, ours, *tokens)
+        kv_wire(target, layout).unpack(layer, theirs, *tokens, packed.numpy().tobytes())
+    others = [token for token in range(NUM_BLOCKS * layout.block_size) if token not in range(*tokens)]
+    for layer in range(2):
+        for index in range(len(layout.layers[layer])):
+            there = rows_of(target, layer, index, theirs, *tokens)
+            assert torch.equal(there, rows_of(source, layer, index, ours, *tokens))
+            every = rows_of(target, layer, index, theirs, 0, NUM_BLOCKS * layout.block_size)
+            assert not every[others].any()
+
+
+def test_packed_bytes_are_heads_of_each_block_in_turn() -> None:
+    cache = filled(EXACT)
+    blocks = table(1)
+    key = rows_of(cache, 0, 0, blocks, 3, 9)
+    expected = [key[:1], key[1:5], key[5:]]
+    packed = kv_wire(cache, EXACT).pack(0, blocks, 3, 9)[: 6 * 3 * 8 * 4].view(torch.float32)
+    assert torch.equal(packed, torch.cat([part.transpose(0, 1).reshape(-1) for part in expected]))
+
+
+@given(tokens=RANGES, ours=st.integers(1, 7), theirs=st.integers(1, 7))
+def test_block_sizes_may_differ(tokens: tuple[int, int], ours: int, theirs: int) -> None:
+    source = filled(replace(EXACT, block_size=max(ours, 3)))
+    target = KVCache(replace(EXACT, block_size=max(theirs, 3)), NUM_BLOCKS, CPU)
+    packed = kv_wire(source, source.layout).pack(1, table(1), *tokens)
+    kv_wire(target, source.layout).unpack(1, table(2), *tokens, packed.numpy().data)
+    for index in range(2):
+        there = rows_of(target, 1, index, table(2), *tokens)
+        assert torch.equal(there, rows_of(source, 1, index, table(1), *tokens))
+
+
+@pytest.mark.parametrize("target", LAYOUTS, ids=lambda layout: layout.dtype)
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.dtype)
+def test_dtypes_are_converted_to_within_the_coarser_ones_step(source: KVLayout, target: KVLayout) -> None:
+    assert convertible(source.layers[0], target.layers[0])
+    sender, receiver = filled(source), KVCache(target, NUM_BLOCKS, CPU)
+    exact = filled(EXACT)
+    packed = kv_wire(sender, source).pack(0, table(1), 2, 15)
+    kv_wire(receiver, source).unpack(0, table(2), 2, 15, packed.numpy().data)
+    read_back = KVCache(EXACT, NUM_BLOCKS, CPU)
+    again = kv_wire(receiver, EXACT).pack(0, table(2), 2, 15)
+    kv_wire(read_back, EXACT).unpack(0, table(3), 2, 15, again.numpy().data)
+    for index in range(2):
+        values = rows_of(exact, 0, index, table(1), 2, 15)
+        error = (rows_of(read_back, 0, index, table(3), 2, 15) - values).abs().amax(-1)
+        assert (error <= values.abs().amax(-1) * 0.1).all()
+
+
+def test_a_sender_compresses_into_the_wires_dtype() -> None:
+    """What a cache in 8 bits would hold is what comes."""
+    compressed = in_dtype(EXACT, "int8")
+    packed = kv_wire(filled(EXACT), compressed).pack(0, table(1), 3, 14)
+    assert torch.equal(packed, kv_wire(filled(compressed), compressed).pack(0, table(1), 3, 14))
+
+
+@pytest.mark.parametrize("layout", [EXACT, in_dtype(EXACT, "int8")], ids=lambda layout: layout.dtype)
+def test_bytes_of_another_length_are_refused_and_nothing_is_written(layout: KVLayout) -> None:
+    target = KVCache(EXACT, NUM_BLOCKS, CPU)
+    with pytest.raises(ValueError, match="the layout says"):
+        kv_wire(target, layout).unpack(0, table(2), 0, 8, bytes(100))
+    assert not target.pages(0, 0).any()
+
+
+@given(tokens=RANGES)
+def test_pages_on_a_device_move_as_those_on_the_host(tokens: tuple[int, int]) -> None:
+    """The same operations as on CUDA, here on a CPU."""
+    source = filled(EXACT)
+    wire = PageWire(source)
+    expected = wire.pack(0, table(1), *tokens)
+    wire._pages = tuple(
+        tuple(DevicePages(source.pages(layer, index)) for index in range(2)) for layer in range(2)
+    )
+    assert torch.equal(wire.pack(0, table(1), *tokens), expected)
+    target = KVCache(EXACT, NUM_BLOCKS, CPU)
+    there = PageWire(target)
+    there._pages = tuple(
+        tuple(DevicePages(target.pages(layer, index)) for index in range(2)) for layer in range(2)
+    )
+    there.unpack(0, table(2), *tokens, expected.numpy().tobytes())
+    assert torch.equal(PageWire(target).pack(0, table(2), *tokens), expected)

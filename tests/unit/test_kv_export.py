@@ -1,0 +1,64 @@
+"""K and V on their way from the engine's thread to the loop, also where a device must be waited for."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.request import SequenceId
+from worker.kv_export import KVExport
+
+NAME = SequenceId("a")
+
+
+class SlowCopy:
+    """A device that copies when it is let."""
+
+    def __init__(self) -> None:
+        self.may_copy = threading.Event()
+
+    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        host = torch.zeros_like(packed)
+
+        def wait() -> None:
+            self.may_copy.wait()
+            host.copy_(packed)
+
+        return host, wait
+
+
+def packed(value: int) -> Tensor:
+    return torch.full((3,), value, dtype=torch.uint8)
+
+
+async def test_pieces_come_in_order_and_not_after_a_detach() -> None:
+    export, came = KVExport(asyncio.get_running_loop()), []
+    export.attach(NAME, lambda *piece: came.append((*piece[:3], bytes(piece[3]))))
+    for layer in range(3):
+        await asyncio.to_thread(export.on_layer, NAME, layer, 4, 7, packed(layer))
+    await asyncio.to_thread(export.on_layer, SequenceId("other"), 0, 4, 7, packed(9))
+    await asyncio.sleep(0)
+    assert came == [(layer, 4, 7, bytes([layer] * 3)) for layer in range(3)]
+    export.detach(NAME)
+    await asyncio.to_thread(export.on_layer, NAME, 3, 4, 7, packed(3))
+    await asyncio.sleep(0)
+    assert len(came) == 3
+
+
+async def test_what_follows_waits_for_the_devices_copies() -> None:
+    export, device = KVExport(asyncio.get_running_loop()), SlowCopy()
+    export.copy_with(device)
+    came: list[bytes | str] = []
+    delivered = asyncio.Event()
+    export.attach(NAME, lambda *piece: came.append(bytes(piece[3])))
+    for layer in range(3):
+        export.on_layer(NAME, layer, 0, 1, packed(layer))
+    export.when_delivered(lambda: (came.append("commit"), delivered.set()))
+    await asyncio.sleep(0.02)
+    assert not came
+    device.may_copy.set()
+    await delivered.wait()
+    assert came == [bytes(3), bytes([1] * 3), bytes([2] * 3), "commit"]
+    export.close()
