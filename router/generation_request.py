@@ -19,7 +19,13 @@ MAX_CACHE_SALT_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
+    """
+    Attributes:
+        add_special_tokens: those that the tokenizer puts around it.
+    """
+
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

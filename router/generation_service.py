@@ -213,8 +213,9 @@ class GenerationService:
         match draft.prompt:
             case TokenPrompt(token_ids):
                 field = "prompt"
-            case TextPrompt(text):
-                field, token_ids = "prompt", await self.tokenizer.encode_text(text)
+            case TextPrompt(text, add_special_tokens):
+                field = "prompt"
+                token_ids = await self.tokenizer.encode_text(text, add_special_tokens=add_special_tokens)
             case ChatPrompt(messages, tools, answer_start):
                 field = "messages"
                 token_ids = await self.tokenizer.encode_chat(messages, tools, answer_start)

@@ -152,7 +152,8 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
 def _tokenize_draft(request: inference_pb2.TokenizeRequest) -> TokenizeDraft:
     match request.WhichOneof("prompt"):
         case "text":
-            prompt = TextPrompt(request.text)
+            with_special = not request.HasField("add_special_tokens") or request.add_special_tokens
+            prompt = TextPrompt(request.text, with_special)
         case "chat":
             prompt = _chat(request.chat)
         case _:
@@ -160,7 +161,6 @@ def _tokenize_draft(request: inference_pb2.TokenizeRequest) -> TokenizeDraft:
     return TokenizeDraft(
         model=request.model,
         prompt=prompt,
-        add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,
         add_generation_prompt=not request.HasField("add_generation_prompt") or request.add_generation_prompt,
     )
 

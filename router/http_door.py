@@ -83,14 +83,12 @@ def make_http_door(
 
     @door.get("/v1/models")
     async def models() -> Response:
-        model = {
-            "id": service.card.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "baton",
-            "max_model_len": service.limits.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @door.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(_model(service))
 
     @door.get("/health")
     async def health() -> Response:
@@ -199,6 +197,16 @@ class _Kind(StrictBody):
     """Tells a chat from a completion."""
 
     messages: object = None
+
+
+def _model(service: GenerationService) -> dict[str, str | int | None]:
+    return {
+        "id": service.card.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "baton",
+        "max_model_len": service.limits.max_model_len,
+    }
 
 
 def _json(answer: BaseModel) -> Response:

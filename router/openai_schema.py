@@ -27,6 +27,8 @@ from router.tool_schema import CalledBody, ToolBody, ToolChoice, ToolUse, read_t
 COMPLETION_MAX_TOKENS = 16
 # Of one request for completions.
 MAX_PROMPTS = 128
+# Fields that would change how a chat becomes a prompt.
+UNSERVED_TEMPLATING = ("continue_final_message", "chat_template", "chat_template_kwargs")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
@@ -125,6 +127,7 @@ class _Generation(StrictBody):
     guided_regex: object = None
     guided_choice: object = None
     guided_grammar: object = None
+    add_special_tokens: bool | None = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. One that is "" is the client's way to say none."""
@@ -185,6 +188,8 @@ class _Generation(StrictBody):
 class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
+    unserved = (*_Generation.unserved, *UNSERVED_TEMPLATING)
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -193,6 +198,10 @@ class ChatRequest(_Generation):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[object] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: object = None
+    chat_template: object = None
+    chat_template_kwargs: object = None
 
     def check(self) -> None:
         """
@@ -207,6 +216,12 @@ class ChatRequest(_Generation):
                 raise invalid(field, "is only allowed with completions")
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed with logprobs")
+        if self.add_special_tokens:
+            raise invalid(
+                "add_special_tokens", "is only allowed with completions: a chat template writes them"
+            )
+        if self.add_generation_prompt is False:
+            raise invalid("add_generation_prompt", "must be true: an answer is what is generated")
 
     def chat_messages(self) -> tuple[ChatMessage, ...]:
         """
@@ -265,13 +280,18 @@ class CompletionRequest(_Generation):
             RequestError: INVALID_ARGUMENT, none, or more than `MAX_PROMPTS`.
         """
         if isinstance(self.prompt_field, str):
-            return (TextPrompt(self.prompt_field),)
-        several = [_prompt(each) for each in self.prompt_field if not isinstance(each, int)]
+            return (self._prompt(self.prompt_field),)
+        several = [self._prompt(each) for each in self.prompt_field if not isinstance(each, int)]
         if not several:
             return (TokenPrompt(tuple(each for each in self.prompt_field if isinstance(each, int))),)
         if len(several) > MAX_PROMPTS:
             raise invalid("prompt", f"at most {MAX_PROMPTS} in one request, got {len(several)}")
         return tuple(several)
+
+    def _prompt(self, given: str | list[int]) -> Prompt:
+        if isinstance(given, str):
+            return TextPrompt(given, self.add_special_tokens is not False)
+        return TokenPrompt(tuple(given))
 
     @property
     def num_logprobs(self) -> int | None:
@@ -287,10 +307,6 @@ class CompletionRequest(_Generation):
                 (each for each in (echoed, self.prompt_logprobs) if each is not None), default=None
             ),
         )
-
-
-def _prompt(given: str | list[int]) -> Prompt:
-    return TextPrompt(given) if isinstance(given, str) else TokenPrompt(tuple(given))
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

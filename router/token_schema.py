@@ -1,13 +1,13 @@
 """What /tokenize and /detokenize take and tell, as vLLM's do."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from router.errors import invalid
 from router.generation_request import ChatPrompt, TextPrompt
-from router.openai_schema import Message
+from router.openai_schema import UNSERVED_TEMPLATING, Message
 from router.strict_body import StrictBody, parse
 from router.tokenization import TokenizeDraft
 from router.tool_schema import ToolBody, read_tool_use
@@ -16,9 +16,6 @@ from router.tool_style import ToolStyle, plan_calls
 
 class TokenizeRequest(StrictBody):
     """POST /tokenize, of a prompt or of a chat."""
-
-    # They would change the prompt; the chat door does not take them either.
-    unserved: ClassVar[tuple[str, ...]] = ("continue_final_message", "chat_template", "chat_template_kwargs")
 
     model: str = ""
     prompt: str | None = None
@@ -36,7 +33,7 @@ class TokenizeRequest(StrictBody):
         Raises:
             RequestError: INVALID_ARGUMENT, fields that contradict each other or are not served.
         """
-        for field in self.unserved:
+        for field in UNSERVED_TEMPLATING:
             if getattr(self, field):
                 raise invalid(field, "is not served")
         if (self.prompt is None) == (self.messages is None):
@@ -58,10 +55,12 @@ class TokenizeRequest(StrictBody):
         """
         return TokenizeDraft(
             model=self.model,
-            prompt=TextPrompt(self.prompt or "") if self.messages is None else self._chat(style),
-            add_special_tokens=self.add_special_tokens is not False,
+            prompt=self._text() if self.messages is None else self._chat(style),
             add_generation_prompt=self.add_generation_prompt is not False,
         )
+
+    def _text(self) -> TextPrompt:
+        return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
 
     def _chat(self, style: ToolStyle | None) -> ChatPrompt:
         tools = plan_calls(read_tool_use(self.tools or (), None, None), style).tools

@@ -14,13 +14,11 @@ class TokenizeDraft:
 
     Attributes:
         model: empty: the one that is served.
-        add_special_tokens: around a text; a chat template writes its own.
         add_generation_prompt: a chat ends with the opening of the assistant's turn.
     """
 
     model: str
     prompt: TextPrompt | ChatPrompt
-    add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
 
@@ -32,8 +30,8 @@ async def tokenize(service: GenerationService, draft: TokenizeDraft) -> tuple[in
     """
     service.check_model(draft.model)
     match draft.prompt:
-        case TextPrompt(text):
-            return await service.tokenizer.encode_text(text, add_special_tokens=draft.add_special_tokens)
+        case TextPrompt(text, add_special_tokens):
+            return await service.tokenizer.encode_text(text, add_special_tokens=add_special_tokens)
         case ChatPrompt(messages, tools, answer_start):
             return await service.tokenizer.encode_chat(
                 messages, tools, answer_start, add_generation_prompt=draft.add_generation_prompt

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.errors import RequestError
+from router.generation_request import TextPrompt
 from router.grammar import JsonObject, JsonSchema, Regex
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
 from router.strict_body import StrictBody
@@ -139,6 +140,11 @@ async def test_numbers_beyond_all_bounds_are_refused(
         ("chat/completions", {"best_of": 2, "n": 2}, "best_of"),
         ("chat/completions", {"functions": [{}]}, "functions"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"add_special_tokens": True}, "add_special_tokens"),
+        ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt"),
+        ("chat/completions", {"continue_final_message": True}, "continue_final_message"),
+        ("chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template"),
+        ("chat/completions", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("chat/completions", {"top_logprobs": 0, "logprobs": False}, "top_logprobs"),
         ("chat/completions", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ("chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -236,3 +242,11 @@ def test_best_of_that_equals_n_is_taken() -> None:
     assert read_completion(json.dumps({**TEXT, "best_of": 3, "n": 3}).encode()).sampling().n == 3
     with pytest.raises(RequestError):
         read_completion(json.dumps({**TEXT, "best_of": 3, "n": 2}).encode())
+
+
+def test_special_tokens_are_around_every_text_unless_they_are_not_wanted() -> None:
+    def prompts(**fields: object) -> tuple:
+        return read_completion(json.dumps({"prompt": ["a", "b"], **fields}).encode()).prompts()
+
+    assert prompts() == prompts(add_special_tokens=True) == (TextPrompt("a", True), TextPrompt("b", True))
+    assert prompts(add_special_tokens=False) == (TextPrompt("a", False), TextPrompt("b", False))
