@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 UV_VERSION := 0.13.9
-EXTRAS := smollm2,hub,dev
+EXTRAS := smollm2,hub,nixl,dev
 
 # Scripts of an activated environment must not decide what ours does.
 unexport VIRTUAL_ENV PYTHONPATH

@@ -148,7 +148,7 @@ Sizes = Annotated[str, typer.Option(help="In MB, comma-separated.")]
 
 
 def main(
-    transports: Transports = "grpc,shm,gloo",
+    transports: Transports = "grpc,shm,gloo,nixl",
     sizes: Sizes = "1,16,64,256",
     repeats: Annotated[int, typer.Option(help="Of which the medians are taken.")] = 7,
     slots: Annotated[int, typer.Option(help="Slots of a bulk.")] = 16,

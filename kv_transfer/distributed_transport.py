@@ -8,12 +8,10 @@ Neither encrypts, and both trust the network.
 """
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Literal, TypeVar
 
@@ -22,9 +20,10 @@ import torch
 import torch.distributed
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotTerms, TransportFailed
+from kv_transfer.bulk import SlotTerms
 from kv_transfer.frame import Frame
 from kv_transfer.process_group import KINDS, Meeting, ProcessGroup, Wait
+from kv_transfer.promises import Promises, in_thread
 from protos import kv_pb2
 
 T = TypeVar("T")
@@ -56,32 +55,8 @@ class DistributedTransport:
         return None
 
     async def accept(self, opening: kv_pb2.BulkOpen) -> "GroupAcceptance":
-        meeting = await _in_thread(lambda: KINDS[self.name].host(self._host), f"listen on {self._host}")
+        meeting = await in_thread(lambda: KINDS[self.name].host(self._host), f"listen on {self._host}")
         return GroupAcceptance(meeting, self._terms, self._host)
-
-
-def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Runs what waits for others in a thread that nothing waits for."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except (OSError, RuntimeError) as error:
-            failed = TransportFailed(f"{name}: {str(error).partition(chr(10))[0]}")
-            _tell(loop, lambda: None if done.done() else done.set_exception(failed))
-        else:
-            _tell(loop, lambda: None if done.done() else done.set_result(result))
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
-
-
-def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
-    # A loop that is closed has nobody to be told.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
 
 
 class GroupOffer:
@@ -93,7 +68,7 @@ class GroupOffer:
 
     async def connect(self, ready: kv_pb2.BulkReady) -> "GroupWriter":
         kind, at = KINDS[self.proto.name], (ready.group_store.host, ready.group_store.port)
-        joining = _in_thread(lambda: kind.join(at, ready.token, self._host), "join a pair")
+        joining = in_thread(lambda: kind.join(at, ready.token, self._host), "join a pair")
         return GroupWriter(await joining)
 
     def discard(self) -> None:
@@ -113,7 +88,7 @@ class GroupAcceptance:
         self._terms = terms
 
     async def connect(self) -> "GroupReader":
-        forming = _in_thread(lambda: self._meeting.form(self.ready.token), "form a pair")
+        forming = in_thread(lambda: self._meeting.form(self.ready.token), "form a pair")
         return GroupReader(await forming, self._terms)
 
     def discard(self) -> None:
@@ -177,10 +152,8 @@ class _Mover(Generic[T]):
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self._group = group
-        self._loop = asyncio.get_running_loop()
         self._asked: SimpleQueue[_Move[T] | None] = SimpleQueue()
-        self._moving: set[asyncio.Future[T]] = set()
-        self._failure: str | None = None
+        self._moving: Promises[T] = Promises()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def move(self, begin: Callable[[ProcessGroup], Wait], result: T) -> asyncio.Future[T]:
@@ -189,32 +162,20 @@ class _Mover(Generic[T]):
         Returns:
             Ends with `result` when the payload has moved, or with TransportFailed.
         """
-        moved: asyncio.Future[T] = self._loop.create_future()
-        self._moving.add(moved)
-        if self._failure is not None:
-            self._fail(self._failure)
-        else:
+        moved = self._moving.make()
+        if not moved.done():
             self._asked.put(_Move(begin, moved, result))
         return moved
 
     def close(self) -> None:
         """For the loop. What is under way fails, at the other rank too; the thread ends soon."""
-        if self._failure is None:
+        if self._moving.failure is None:
             threading.Thread(target=self._abort, daemon=True).start()
-            self._fail("the group is closed")
+            self._moving.fail("the group is closed")
 
     def _abort(self) -> None:
         self._group.abort()
         self._asked.put(None)
-
-    def _fail(self, failure: str) -> None:
-        self._failure = failure
-        for moved in self._moving:
-            if not moved.done():
-                moved.set_exception(TransportFailed(failure))
-                # Whoever awaited it may be gone.
-                moved.exception()
-        self._moving.clear()
 
     def _run(self) -> None:
         posted: deque[tuple[_Move[T], Wait]] = deque()
@@ -222,10 +183,10 @@ class _Mover(Generic[T]):
             while self._post(posted):
                 move, wait = posted.popleft()
                 wait()
-                _tell(self._loop, partial(self._finish, move))
+                self._moving.keep(move.moved, move.result)
         except Exception as error:
             self._group.abort()
-            _tell(self._loop, partial(self._fail, str(error).partition("\n")[0]))
+            self._moving.fail_from_thread(str(error).partition("\n")[0])
 
     def _post(self, posted: deque[tuple[_Move[T], Wait]]) -> bool:
         """Posts all that is asked for, and waits for something if nothing is posted. False: closed."""
@@ -235,8 +196,3 @@ class _Mover(Generic[T]):
                 return False
             posted.append((move, move.begin(self._group)))
         return True
-
-    def _finish(self, move: _Move[T]) -> None:
-        self._moving.discard(move.moved)
-        if not move.moved.done():
-            move.moved.set_result(move.result)

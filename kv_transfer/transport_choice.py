@@ -8,7 +8,7 @@ from kv_transfer.bulk import BulkTransport, SlotTerms
 from kv_transfer.shared_memory import SharedMemoryTransport
 from protos import kv_pb2
 
-TransportName = Literal["auto", "shm", "nccl", "gloo", "grpc"]
+TransportName = Literal["auto", "shm", "nccl", "gloo", "nixl", "grpc"]
 
 GRPC = "grpc"
 
@@ -93,3 +93,9 @@ def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0
             if not is_available(choice):
                 raise TransportUnavailable(f"kv_transport: {choice} is not available here")
             return Transports((DistributedTransport(choice, terms, host),), ())
+        case "nixl":
+            from kv_transfer import nixl_transport
+
+            if not nixl_transport.is_available():
+                raise TransportUnavailable("kv_transport: nixl is not installed (pip install 'baton[nixl]')")
+            return Transports((nixl_transport.NixlTransport(terms),), ())

@@ -9,7 +9,7 @@ from security.exposure import is_loopback
 from security.tls_config import TlsConfig
 
 # Ways for KV that cannot encrypt.
-PLAIN_TRANSPORTS = frozenset({"nccl", "gloo"})
+PLAIN_TRANSPORTS = frozenset({"nccl", "gloo", "nixl"})
 
 
 class WorkerConfig(EngineConfig):
@@ -39,7 +39,7 @@ class WorkerConfig(EngineConfig):
         gt=0,
         description="A worker whose engine works on one step for longer than any could take ends itself.",
     )
-    kv_transport: Literal["auto", "shm", "nccl", "gloo", "grpc"] = Field(
+    kv_transport: Literal["auto", "shm", "nccl", "gloo", "nixl", "grpc"] = Field(
         default="auto",
         description="How KV goes to and from other workers: auto takes shm on one machine, else grpc. "
         "Another name forces that one; a pair that cannot use it is refused when it connects.",
@@ -73,7 +73,8 @@ class WorkerConfig(EngineConfig):
     )
     kv_trusted_network: bool = Field(
         default=False,
-        description="With TLS: KV may all the same be handed over by nccl or gloo, which cannot encrypt.",
+        description="With TLS: KV may all the same be handed over by nccl, gloo or nixl, which cannot "
+        "encrypt.",
     )
     insecure: bool = Field(default=False, description="Listen beyond loopback though there is no TLS.")
 

@@ -10,6 +10,7 @@ import pytest
 from engine.kv_layout import KVLayout
 from kv_transfer.bulk import SlotTerms
 from kv_transfer.messages import Accepted, Drop, Grant, TransferId
+from kv_transfer.nixl_transport import is_available as has_nixl
 from kv_transfer.outbound import HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.sender import Closed
@@ -121,7 +122,10 @@ class Wire:
         return outcome
 
 
-@pytest.fixture(params=["grpc", "shm", "gloo"])
+WITH_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the extra nixl is missing"))
+
+
+@pytest.fixture(params=["grpc", "shm", "gloo", WITH_NIXL])
 def transport(request: pytest.FixtureRequest) -> TransportName:
     """The way for frames; every test of hand-offs runs over each."""
     return request.param
