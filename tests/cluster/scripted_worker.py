@@ -121,6 +121,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             layout=kv_pb2.KvLayout(model_fingerprint=fingerprint, dtype="float32", block_size=BLOCK_SIZE),
             max_model_len=max_model_len,
             num_blocks=num_blocks,
+            wire_dtype="float32",
+            accepted_dtypes=["float32"],
         )
         self.load = worker_pb2.LoadReport(num_blocks=num_blocks, free_blocks=num_blocks)
         self.address = address

@@ -85,8 +85,7 @@ async def pools(tiny_model: Path) -> AsyncIterator[Pools]:
         }
         for worker in workers.values():
             # One of a large model, whose KV takes as long as its computation.
-            layer = worker.description.layout.layers.add()
-            layer.tensors.add(name="k", num_heads=100, head_dim=125, dtype="float32")
+            worker.description.wire_token_bytes = 50_000
         in_role = {role: [w for w in workers.values() if w.description.role == role] for role in (1, 2)}
         router = await stack.enter_async_context(
             running_router(tiny_model, prefill=in_role[ROLE_PREFILL], decode=in_role[ROLE_DECODE])
