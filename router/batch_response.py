@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.completion import End, Output, Usage
+from router.counted_answer import streamed_answer
 from router.errors import RequestError, invalid
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
@@ -61,7 +62,7 @@ class BatchResponse(Response):
     async def _answer(self) -> str:
         answers: dict[int, WholeAnswer] = {}
         usage = Usage(0, 0, 0)
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self._outputs(await self._all_checked())) as outputs:
             async for place, output in outputs:
                 if place not in answers:
                     answers[place] = WholeAnswer(self._body, await self._echo(place, output))
@@ -98,12 +99,14 @@ class BatchResponse(Response):
     async def _events(self) -> AsyncGenerator[list[str], None]:
         answers: dict[int, StreamedAnswer] = {}
         usage = Usage(0, 0, 0)
-        async with aclosing(self._outputs()) as outputs:
+        checked = await self._all_checked()
+        async with aclosing(self._outputs(checked)) as outputs:
             async for place, output in outputs:
                 opening: list[str] = []
                 if place not in answers:
                     echo = await self._echo(place, output)
-                    answers[place] = StreamedAnswer(self._body, echo, self._shapes[place])
+                    shape = self._shapes[place]
+                    answers[place] = streamed_answer(self._body, echo, shape, checked[place])
                     opening = answers[place].opening()
                 yield [*opening, *answers[place].events(output)]
                 if isinstance(output, End):
@@ -113,12 +116,13 @@ class BatchResponse(Response):
     async def _echo(self, place: int, first: Output) -> EchoedPrompt:
         return await echo_of(self._service.tokenizer, self._body, self._drafts[place].prompt, first)
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Of all prompts, each with its place. Nothing runs before all are found sound."""
-        checked = [await self._checked(place, draft) for place, draft in enumerate(self._drafts)]
-        async with aclosing(interleave([self._service.generate(each) for each in checked])) as outputs:
-            async for output in outputs:
-                yield output
+    def _outputs(self, checked: Sequence[RequestDraft]) -> AsyncGenerator[tuple[int, Output], None]:
+        """Of all prompts, each with its place."""
+        return interleave([self._service.generate(each) for each in checked])
+
+    async def _all_checked(self) -> list[RequestDraft]:
+        """Nothing runs before all are found sound."""
+        return [await self._checked(place, draft) for place, draft in enumerate(self._drafts)]
 
     async def _checked(self, place: int, draft: RequestDraft) -> RequestDraft:
         # Short prompts are tokenized where they stand: token streams go on between two of them.

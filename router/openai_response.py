@@ -8,13 +8,14 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from router.completion import End, Usage
+from router.counted_answer import streamed_answer
 from router.errors import RequestError, openai_body
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
 from router.openai_answer import AnswerHead, AnswerShape
 from router.openai_logprobs import LogprobsWriter
-from router.prompt_answer import Body, StreamedAnswer, WholeAnswer, echo_of
+from router.prompt_answer import Body, WholeAnswer, echo_of
 
 
 def answer_head(service: GenerationService, body: Body, draft: RequestDraft) -> AnswerHead:
@@ -68,10 +69,13 @@ class OpenAIResponse(Response):
         """An error before the first output still is an HTTP status; a later one is the last event."""
         request_id = self._draft.request_id
         try:
-            async with aclosing(self._service.generate(self._draft)) as outputs:
+            draft = self._draft
+            if self._body.wants_running_usage:
+                draft = await self._service.checked(draft)
+            async with aclosing(self._service.generate(draft)) as outputs:
                 first = await anext(outputs)
                 echo = await echo_of(self._service.tokenizer, self._body, self._draft.prompt, first)
-                answer = StreamedAnswer(self._body, echo, self._shape)
+                answer = streamed_answer(self._body, echo, self._shape, draft)
                 await send(stream_start())
                 await send_events(send, [*answer.opening(), *answer.events(first)])
                 try:

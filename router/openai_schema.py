@@ -33,7 +33,10 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}", re.ASCII)
 
 
 class StreamOptions(StrictBody):
+    """`continuous_usage_stats` is vLLM's: of every chunk, if there is a usage at all."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class TextPart(StrictBody):
@@ -142,6 +145,11 @@ class _Generation(StrictBody):
     @property
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        options = self.stream_options
+        return self.wants_usage_chunk and bool(options and options.continuous_usage_stats)
 
     def client_name(self, field: str) -> str:
         """What this client calls a field that a check or a worker has found wrong."""

@@ -12,9 +12,9 @@ from openai.types import Completion
 from protos.worker_pb2 import DROP_CAUSE_INVALID
 from router.router_server import RouterServer
 from tests.cluster.local_cluster import LocalCluster, local_cluster
-from tests.cluster.router_bench import both_legs, running_router
+from tests.cluster.router_bench import running_router
 from tests.cluster.router_fixtures import Cluster
-from tests.cluster.scripted_worker import DEADLINE_S, ScriptedWorker, SubmittedLeg
+from tests.cluster.scripted_worker import DEADLINE_S, ScriptedWorker
 from tests.engine.engines import prompt_of
 
 PROMPTS = [list(prompt_of(length, seed=length)) for length in (5, 40, 130)]
@@ -156,43 +156,44 @@ async def test_a_client_that_hangs_up_leaves_nothing_of_any_prompt(
     await cluster.wait_clean()
 
 
-async def both(cluster: Cluster) -> tuple[SubmittedLeg, SubmittedLeg]:
-    """The decode legs of two prompts, admitted."""
-    legs = []
-    for _ in range(2):
-        p, d = await both_legs(cluster.prefill, cluster.decode)
-        d.say_admitted()
-        p.say_prefilled()
-        legs.append(d)
-    return legs[0], legs[1]
+@pytest.fixture
+async def alone(tiny_model: Path, scripted_decode: ScriptedWorker) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router that has one worker."""
+    async with (
+        running_router(tiny_model, decode=[scripted_decode]) as router,
+        httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=20) as http,
+    ):
+        yield http
 
 
-async def test_one_that_fails_in_the_middle_ends_all_with_one_error(scripted: Cluster) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{scripted.router.http_address}", timeout=20) as http:
-        body = {"prompt": [[5], [6]], "stream": True}
-        asking = asyncio.create_task(http.post("/v1/completions", json=body))
-        first, second = await both(scripted)
-        first.say_tokens(0, [100])
-        second.say_dropped(DROP_CAUSE_INVALID, "stop: is wrong")
-        await first.cancel_arrives()
-        answer = await asking
+async def test_one_that_fails_in_the_middle_ends_all_with_one_error(
+    alone: httpx.AsyncClient, scripted_decode: ScriptedWorker
+) -> None:
+    body = {"prompt": [[5], [6]], "stream": True}
+    asking = asyncio.create_task(alone.post("/v1/completions", json=body))
+    first, second = await scripted_decode.next_leg(), await scripted_decode.next_leg()
+    first.say_tokens(0, [100])
+    second.say_dropped(DROP_CAUSE_INVALID, "stop: is wrong")
+    await first.cancel_arrives()
+    answer = await asking
     events = answer.text.strip().split("\n\n")
     assert sum('"error"' in event for event in events) == 1 and "is wrong" in answer.text
     assert "[DONE]" not in answer.text
 
 
-async def test_all_prompts_have_the_requests_id(scripted: Cluster) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{scripted.router.http_address}", timeout=20) as http:
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": [[5], [6]]}, headers={"x-request-id": "mine"})
-        )
-        for leg in await both(scripted):
-            assert leg.submit.request_id == "mine"
-            leg.say_tokens(0, [100])
-            leg.say_finished()
-        answer = await asking
-        assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine", "cmpl-mine")
-        assert len((await http.get("/explain/mine")).json()) == 2
+async def test_all_prompts_have_the_requests_id(
+    alone: httpx.AsyncClient, scripted_decode: ScriptedWorker
+) -> None:
+    body, headers = {"prompt": [[5], [6]]}, {"x-request-id": "mine"}
+    asking = asyncio.create_task(alone.post("/v1/completions", json=body, headers=headers))
+    for _ in range(2):
+        leg = await scripted_decode.next_leg()
+        assert leg.submit.request_id == "mine"
+        leg.say_tokens(0, [100])
+        leg.say_finished()
+    answer = await asking
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine", "cmpl-mine")
+    assert len((await alone.get("/explain/mine")).json()) == 2
 
 
 async def test_every_prompt_takes_a_place_in_the_queue(
@@ -238,3 +239,21 @@ async def test_every_prompt_counts_for_its_keys_limits(
                 leg.say_tokens(0, [100])
                 leg.say_finished()
             assert len((await asking).choices) == 2
+
+
+async def test_every_chunk_counts_its_own_prompts_tokens_if_that_is_asked_for(
+    client: openai.AsyncOpenAI,
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await ask(client, PROMPTS, n=2, stream=True, stream_options=options)
+    counts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    *chunks, last = [chunk async for chunk in parts_of(stream)]
+    for chunk in chunks:
+        assert chunk.usage is not None
+        place = chunk.choices[0].index // 2
+        assert chunk.usage.prompt_tokens == len(PROMPTS[place])
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        counts[place].append(chunk.usage.completion_tokens)
+    for counted in counts.values():
+        assert counted == sorted(counted) and counted[-1] == 24
+    assert last.usage is not None and last.usage.completion_tokens == 72

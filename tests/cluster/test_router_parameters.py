@@ -193,6 +193,25 @@ async def test_samples_are_streamed_side_by_side(
     assert usage.usage is not None and usage.usage.completion_tokens == sum(map(len, samples))
 
 
+async def test_every_chunk_counts_if_that_is_asked_for(
+    scripted: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("the north wind").ids
+    async with asyncio.TaskGroup() as group:
+        playing = group.create_task(play(scripted, [ids]))
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=TURNS,  # pyright: ignore
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # pyright: ignore
+        )
+        chunks = [chunk async for chunk in stream]
+    counts = [chunk.usage and chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-2:] == [len(ids), len(ids)]
+    num_prompt = len(playing.result().submit.prompt_token_ids)
+    assert {chunk.usage and chunk.usage.prompt_tokens for chunk in chunks} == {num_prompt}
+
+
 async def test_a_sample_that_ends_is_told_while_others_run(
     scripted: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
