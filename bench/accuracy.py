@@ -1,4 +1,4 @@
-"""What a smaller dtype of weights or of the KV cache costs in accuracy, on real text.
+"""What a smaller dtype of weights, of the KV cache or of KV on the wire costs in accuracy, on real text.
 
 The text is the reference documentation of the Python language, as the standard library carries it
 (`pydoc_data.topics`), so it is on every machine; windows of it are taken at even distances. Every variant
@@ -13,6 +13,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
@@ -24,8 +25,9 @@ import model_store
 from bench.report import Report
 from engine.batch import PrefillRows, StepBatch
 from engine.kv_cache import KVCache
+from engine.kv_conversion import in_dtype
 from engine.kv_layout import DTYPES, KVLayout
-from engine.kv_quantization import quantized_layers
+from engine.kv_wire import KVWire, kv_wire
 from engine.loading import load_model
 from engine.model import Model
 from engine.model_config import read_model_config
@@ -64,24 +66,37 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model with a cache for one window. `kv_dtype`: "auto", "int8" or "fp8"."""
+    """A model with a cache for one window.
+
+    Attributes:
+        kv: what the report says of its K and V.
+        wire: by which every computed chunk is handed off before the next one reads it; None: none is.
+        token_bytes: of what is cached, or handed off.
+    """
 
     model: Model
-    kv_dtype: str
+    kv: str
     cache: KVCache
+    wire: KVWire | None
+    token_bytes: int
     score: Score = field(default_factory=Score)
 
     @classmethod
-    def of(cls, model: Model, kv_dtype: str, window_tokens: int) -> "Variant":
-        layers = model.kv_tensors if kv_dtype == "auto" else quantized_layers(model.kv_tensors, kv_dtype)
-        layout = KVLayout("", kv_dtype, BLOCK_SIZE, layers)
-        return cls(model, kv_dtype, KVCache(layout, -(-window_tokens // BLOCK_SIZE), CPU))
+    def of(cls, model: Model, window_tokens: int, kv_dtype: str, wire_dtype: str | None = None) -> "Variant":
+        """`kv_dtype`, `wire_dtype`: keys of `CACHED_DTYPES`."""
+        exact = KVLayout("", model.kv_tensors[0][0].dtype, BLOCK_SIZE, model.kv_tensors)
+        layout = exact if kv_dtype == exact.dtype else in_dtype(exact, kv_dtype)
+        cache = KVCache(layout, -(-window_tokens // BLOCK_SIZE), CPU)
+        if wire_dtype is None:
+            return cls(model, kv_dtype, cache, None, layout.token_bytes)
+        sent = in_dtype(layout, wire_dtype)
+        return cls(model, f"{kv_dtype}, sent in {wire_dtype}", cache, kv_wire(cache, sent), sent.token_bytes)
 
     def logits(self, window: Tensor, start: int, end: int) -> Tensor:
         """[end - start, vocab_size] of the window's tokens [start, end), the earlier ones being cached."""
         positions = torch.arange(start, end)
         blocks = torch.arange(-(-end // BLOCK_SIZE))
-        return self.model.forward(
+        logits = self.model.forward(
             StepBatch(
                 token_ids=window[start:end],
                 positions=positions,
@@ -93,6 +108,15 @@ class Variant:
             self.cache,
             None,
         )
+        if self.wire is not None:
+            self._hand_off(self.wire, blocks.numpy(), start, end)
+        return logits
+
+    def _hand_off(self, wire: KVWire, blocks: np.ndarray, start: int, end: int) -> None:
+        """There and back."""
+        for layer in range(len(self.cache.layout.layers)):
+            packed = wire.pack(layer, blocks, start, end)
+            wire.unpack(layer, blocks, start, end, packed.numpy().data)
 
 
 def windows(folder: Path, num_windows: int, window_tokens: int) -> Iterator[Tensor]:
@@ -121,16 +145,16 @@ def main(
     window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 1024,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
 ) -> None:
-    """Perplexity and logits of float32 and bfloat16, each with its KV as it is, in int8 and in fp8."""
+    """Perplexity and logits of float32 and bfloat16, each with its KV as it is, in int8 and in fp8, in the
+    cache or on the wire only.
+    """
     folder = model_store.resolve(model)
     config = read_model_config(folder)
     models = [
         load_model(config, dtype=DTYPES[dtype], device=CPU, max_positions=window_tokens)
         for dtype in ("float32", "bfloat16")
     ]
-    variants = [
-        Variant.of(m, kv_dtype, window_tokens) for m in models for kv_dtype in ("auto", "int8", "fp8")
-    ]
+    variants = [variant for m in models for variant in variants_of(m, window_tokens)]
     texts = list(windows(folder, num_windows, window_tokens))
     for window in track(texts, description="windows", transient=True):
         read_window(variants, window)
@@ -138,6 +162,14 @@ def main(
     report.print()
     if json is not None:
         report.write(json)
+
+
+def variants_of(model: Model, window_tokens: int) -> Iterator[Variant]:
+    exact = str(model.dtype).removeprefix("torch.")
+    for kv_dtype in (exact, "int8", "fp8"):
+        yield Variant.of(model, window_tokens, kv_dtype)
+    for wire_dtype in ("int8", "fp8"):
+        yield Variant.of(model, window_tokens, exact, wire_dtype)
 
 
 def report_of(variants: list[Variant], name: str) -> Report:
@@ -161,12 +193,12 @@ def report_of(variants: list[Variant], name: str) -> Report:
         report.rows.append(
             (
                 dtype,
-                dtype if variant.kv_dtype == "auto" else variant.kv_dtype,
+                variant.kv,
                 f"{score.perplexity:.4f}",
                 f"{(score.perplexity / baseline.perplexity - 1) * 100:.3f}",
                 f"{score.difference / score.num_tokens:.4f}",
                 f"{score.same_best / score.num_tokens * 100:.2f}",
-                variant.cache.layout.token_bytes,
+                variant.token_bytes,
             )
         )
     return report
