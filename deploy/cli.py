@@ -19,7 +19,18 @@ from deploy.client import InferenceClient, chat_request
 from deploy.client_access import AccessError, ClientAccess
 from deploy.cluster_config import POOLS, ClusterConfig, ConfigError, load_config, parse_config, render_config
 from deploy.cluster_state import ClusterFolder, ClusterState
-from deploy.options import ApiKey, Ca, Cert, Cluster, Key, MaxTokens, Router, Seed, Temperature
+from deploy.options import (
+    DEFAULT_CLUSTER,
+    ApiKey,
+    Ca,
+    Cert,
+    Cluster,
+    Key,
+    MaxTokens,
+    Router,
+    Seed,
+    Temperature,
+)
 from deploy.readiness import ClusterError, log_tail, serve_api, set_sizes
 from deploy.router_api import RouterApi, RouterApiError, RouterRefused
 from deploy.serve_api import ServeApiError
@@ -109,6 +120,10 @@ def up(
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of the KV cache: auto (default: as dtype), int8 or fp8.")
     ] = None,
+    kv_transport: Annotated[
+        str | None,
+        typer.Option(help="How KV goes: auto (default: shm on one machine, else grpc), nccl, gloo, nixl ..."),
+    ] = None,
     http_port: Annotated[int | None, typer.Option(help="Of the OpenAI door. Default: 8000; 0: any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Of the gRPC door. Default: 50051; 0: any.")] = None,
     insecure: Annotated[
@@ -121,7 +136,7 @@ def up(
     api_key: ApiKey = None,
     cert: Cert = None,
     key: Key = None,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Bring a cluster up and wait until it takes requests.
 
@@ -136,14 +151,19 @@ def up(
                 "model": model,
                 "ray_address": address,
                 "pools": {"prefill": {"workers": prefill}, "decode": {"workers": decode}},
-                "worker": {"dtype": dtype, "kv_dtype": kv_dtype, "insecure": insecure or None},
+                "worker": {
+                    "dtype": dtype,
+                    "kv_dtype": kv_dtype,
+                    "kv_transport": kv_transport,
+                    "insecure": insecure or None,
+                },
                 "router": {"http_port": http_port, "grpc_port": grpc_port, "insecure": insecure or None},
             },
         )
         folder = ClusterFolder.of(cluster)
         access = ClientAccess(api_key, cert=cert, key=key)
         with lifecycle.brought_up(settings, folder, access, limit_s) as cluster_up:
-            print_ready(cluster_up.ready)
+            print_ready(cluster_up.ready, "" if cluster == DEFAULT_CLUSTER else f" --cluster {cluster}")
             if block:
                 cluster_up.stay()
             else:
@@ -168,7 +188,7 @@ def _merge(content: dict[str, object], options: dict[str, object]) -> dict[str, 
 
 
 @app.command()
-def down(cluster: Cluster = "default") -> None:
+def down(cluster: Cluster = DEFAULT_CLUSTER) -> None:
     """Take down what `up` brought up.
 
     A local cluster ends at once. On a Ray that was joined, requests that run are finished first.
@@ -190,7 +210,7 @@ def status(
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Show the pools, their load and their KV use."""
     with _errors_explained():
@@ -226,7 +246,7 @@ def explain(
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Show which workers a request is placed on, and what the others would have cost."""
     with _errors_explained():
@@ -265,7 +285,7 @@ def _body(prompt: str, raw: bool, max_tokens: int | None) -> dict[str, object]:
 def scale(
     pools: Annotated[list[str], typer.Argument(help="prefill=N, decode=M, or both.", metavar="POOL=N...")],
     limit_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it.")] = _READY_LIMIT_S,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Change the number of workers and wait until it is so.
 
@@ -298,7 +318,7 @@ def generate(
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Answer one prompt, streaming."""
     with _errors_explained(), _client(router, ClientAccess(api_key, ca, cert, key), cluster) as client:
@@ -320,7 +340,7 @@ def chat(
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
-    cluster: Cluster = "default",
+    cluster: Cluster = DEFAULT_CLUSTER,
 ) -> None:
     """Talk to the model. Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     with _errors_explained(), _client(router, ClientAccess(api_key, ca, cert, key), cluster) as client:

@@ -21,6 +21,7 @@ Cert = Annotated[
 ]
 Key = Annotated[Path | None, typer.Option(help="Private key of --cert, PEM.")]
 
+DEFAULT_CLUSTER = "default"
 Cluster = Annotated[str, typer.Option("--cluster", help="Name of the cluster, for several on one machine.")]
 Router = Annotated[
     str | None, typer.Option("--router", help="host:port of a gRPC door. Default: that of the cluster.")

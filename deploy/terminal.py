@@ -128,8 +128,12 @@ def megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.1f} MB"
 
 
-def print_ready(cluster: ReadyCluster) -> None:
-    """Where requests go, in a form that can be pasted."""
+def print_ready(cluster: ReadyCluster, option: str = "") -> None:
+    """Where requests go, in a form that can be pasted.
+
+    Args:
+        option: that names the cluster, where it needs one.
+    """
     name, access = cluster.state.model_name, cluster.access
     url = f"{access.scheme}://{cluster.http_address}/v1"
     console.print(f"[green]ready[/green]: {name}")
@@ -142,4 +146,5 @@ def print_ready(cluster: ReadyCluster) -> None:
         f"  curl{ca} {url}/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
         highlight=False,
     )
-    console.print("  baton chat · baton status · baton scale decode=2 · baton down")
+    commands = ("chat", "status", "scale decode=2", "down")
+    console.print("  " + " · ".join(f"baton {command}{option}" for command in commands), soft_wrap=True)
