@@ -27,10 +27,16 @@ from bench.report import Report
 from bench.transcript import Transcript, token_request, transcribe, transcribe_all
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GenerateRequest, Grammar, SamplingParams
+from tests.tiny_models import make_tiny_model
 
 # A worker that is silent for longer is lost to the router: short, so that a stopped one is.
 STALL_LIMIT_S = 2.0
-ROUTER_OPTIONS = ("--stall-limit-s", str(STALL_LIMIT_S), "--rejoin-limit-s", "60")
+# While workers are few nobody is refused: every client waits for its text.
+ROUTER_OPTIONS = (
+    *("--stall-limit-s", str(STALL_LIMIT_S)),
+    *("--rejoin-limit-s", "60"),
+    *("--max-expected-ttft-s", "3600"),
+)
 # Told to leave, it moves what it has after that.
 WORKER_OPTIONS = ("--dtype", "float32", "--drain-limit-s", "0.5")
 _SCHEMA = json_module.dumps(
@@ -221,7 +227,10 @@ async def _stream(
 
 
 def main(
-    model: Annotated[str, typer.Option(help="smollm2-135m, a local folder or a hub id.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="smollm2-135m, a local folder or a hub id. Default: a tiny one of random weights."),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Of disturbances.")] = 120,
     pause: Annotated[float, typer.Option(help="Between two disturbances, in the mean, in seconds.")] = 3,
     streams: Annotated[int, typer.Option(help="Clients at once.")] = 16,
@@ -235,7 +244,7 @@ def main(
     with (
         tempfile.TemporaryDirectory() as logs,
         running_cluster(
-            model,
+            model or str(make_tiny_model(Path(logs) / "tiny")),
             Path(logs),
             prefill=prefill,
             decode=decode,
@@ -246,8 +255,8 @@ def main(
         requests = mixed_requests(streams, output)
         outcome = asyncio.run(run_chaos(cluster, requests, seconds=seconds, pause_s=pause, seed=seed))
     report = Report(
-        f"{model}, {prefill} prefill and {decode} decode workers, {streams} streams, {seconds:g} s: "
-        f"{dict(outcome.disturbances)}; attempts that failed: {outcome.retries}",
+        f"{model or 'tiny'}, {prefill} prefill and {decode} decode workers, {streams} streams, "
+        f"{seconds:g} s: {dict(outcome.disturbances)}; attempts that failed: {outcome.retries}",
         ("requests", "wrong", "tok/s", "of undisturbed", "pause p50 ms", "p99 ms", "longest s"),
     )
     pauses = sorted(outcome.pauses_s)
