@@ -196,6 +196,11 @@ async def test_all_prompts_have_the_requests_id(
     assert len((await alone.get("/explain/mine")).json()) == 2
 
 
+async def test_where_several_prompts_would_go_is_not_explained(alone: httpx.AsyncClient) -> None:
+    answer = await alone.post("/explain", json={"prompt": [[5], [6]]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
 async def test_every_prompt_takes_a_place_in_the_queue(
     tiny_model: Path, scripted_decode: ScriptedWorker
 ) -> None:
