@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine.kv_layout import KVLayout
 from kv_transfer.bulk import BulkTransport, SlotTerms
+from kv_transfer.frame import HEADER_BYTES
 from kv_transfer.shared_memory import SharedMemoryTransport
 from protos import kv_pb2
 
@@ -13,8 +15,8 @@ TransportName = Literal["auto", "shm", "nccl", "gloo", "nixl", "grpc"]
 GRPC = "grpc"
 
 
-class TransportUnavailable(ValueError):
-    """A way that is forced cannot be gone here."""
+class TransferConfigError(ValueError):
+    """What the configuration asks of hand-offs cannot be done here."""
 
 
 class NoCommonTransport(Exception):
@@ -77,7 +79,7 @@ def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0
         host: what this worker is reached at.
 
     Raises:
-        TransportUnavailable: see there.
+        TransferConfigError: see there.
     """
     match choice:
         case "auto":
@@ -91,11 +93,24 @@ def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0
             from kv_transfer.distributed_transport import DistributedTransport, is_available
 
             if not is_available(choice):
-                raise TransportUnavailable(f"kv_transport: {choice} is not available here")
+                raise TransferConfigError(f"kv_transport: {choice} is not available here")
             return Transports((DistributedTransport(choice, terms, host),), ())
         case "nixl":
             from kv_transfer import nixl_transport
 
             if not nixl_transport.is_available():
-                raise TransportUnavailable("kv_transport: nixl is not installed (pip install 'baton[nixl]')")
+                raise TransferConfigError("kv_transport: nixl is not installed (pip install 'baton[nixl]')")
             return Transports((nixl_transport.NixlTransport(terms),), ())
+
+
+def check_frame_limit(layout: KVLayout, max_frame_bytes: int) -> None:
+    """
+    Raises:
+        TransferConfigError: not one block of `layout`, which is sent or received, fits into a frame.
+    """
+    needed = layout.largest_block_bytes + HEADER_BYTES
+    if needed > max_frame_bytes:
+        raise TransferConfigError(
+            f"max_frame_bytes: a block of {layout.block_size} tokens needs {needed} bytes in one layer, "
+            f"not {max_frame_bytes}"
+        )

@@ -96,11 +96,11 @@ def main(program: str, description: str, worker_class: Callable[[], type["Worker
     )
     served = worker_class()
     from engine.model_config import ModelError
-    from kv_transfer.transport_choice import TransportUnavailable
+    from kv_transfer.transport_choice import TransferConfigError
 
     try:
         failed = uvloop.run(_serve(served, options))
-    except (OSError, ModelError, TransportUnavailable) as error:
+    except (OSError, ModelError, TransferConfigError) as error:
         sys.exit(f"{program}: {error}")
     if failed:
         # The engine's thread may hang where nothing can end it but the process's end.

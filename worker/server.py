@@ -19,7 +19,7 @@ from kv_transfer.compatibility import layout_to_proto
 from kv_transfer.messages import Grant
 from kv_transfer.peers import PeerPool
 from kv_transfer.servicer import KvTransferService
-from kv_transfer.transport_choice import transports_for
+from kv_transfer.transport_choice import check_frame_limit, transports_for
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from security.channel_security import channel_security
 from worker.config import WorkerConfig
@@ -77,7 +77,7 @@ class WorkerServer:
 
         Raises:
             UnsupportedModel, CorruptCheckpoint: the model cannot be run.
-            TransportUnavailable: the forced way for KV cannot be gone here.
+            TransferConfigError: see there.
             OSError: the port is taken, or a certificate cannot be used.
         """
         worker = cls(config)
@@ -112,6 +112,7 @@ class WorkerServer:
             tls=self.config.tls is not None,
             kv_trusted_network=self.config.kv_trusted_network,
         )
+        check_frame_limit(engine.wire_layout, self.config.max_frame_bytes)
         transports = transports_for(
             self.config.kv_transport,
             SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),

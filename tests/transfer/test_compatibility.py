@@ -12,6 +12,7 @@ from kv_transfer.compatibility import (
     layout_from_proto,
     layout_to_proto,
 )
+from kv_transfer.transport_choice import TransferConfigError, check_frame_limit
 from tests.transfer.prompts import make_layout, quantized
 
 
@@ -64,6 +65,14 @@ def test_another_kv_dtype_is_taken_by_a_receiver_that_converts(theirs: KVLayout)
 def test_what_cannot_be_converted_is_refused_with_both_values(theirs: KVLayout, words: str) -> None:
     with pytest.raises(IncompatiblePeers, match=words):
         check_compatible(make_layout(), theirs, PROTOCOL_VERSION, converts=True)
+
+
+def test_a_frame_limit_below_one_block_is_refused_when_a_worker_starts() -> None:
+    check_frame_limit(make_layout(), 304)
+    with pytest.raises(
+        TransferConfigError, match="a block of 4 tokens needs 304 bytes in one layer, not 303"
+    ):
+        check_frame_limit(make_layout(), 303)
 
 
 def test_blocks_of_another_size_are_no_difference() -> None:
