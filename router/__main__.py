@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from model_store import ModelStoreError, resolve
+from router import long_lived_heap
 from router.config import RouterConfig
 from router.router_server import RouterServer
 from router.worker_directory import StaticDirectory
@@ -101,6 +102,7 @@ async def serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, signalled.set)
     directory = StaticDirectory(prefill=config.prefill, decode=config.decode)
     server = await RouterServer.start(config, directory)
+    long_lived_heap.settle()
     try:
         ready = {"event": "ready", "grpc": server.grpc_address, "http": server.http_address}
         print(json.dumps(ready), flush=True)
