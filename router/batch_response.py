@@ -26,6 +26,7 @@ from router.openai_response import (
 )
 from router.openai_schema import CompletionRequest
 from router.prompt_answer import StreamedAnswer, WholeAnswer, echo_of
+from router.server_send import server_send_of
 
 
 class BatchResponse(Response):
@@ -87,7 +88,7 @@ class BatchResponse(Response):
                     if not has_begun:
                         has_begun = True
                         await send(stream_start())
-                    await send_events(send, each)
+                    await send_events(server_send_of(scope), each)
         except RequestError as error:
             error = in_words_of(self._body, error)
             if not has_begun:

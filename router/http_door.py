@@ -22,6 +22,7 @@ from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
 from router.request_id import HEADER, HttpRequestIds, request_id_of
+from router.server_send import ServerSend
 from router.strict_body import StrictBody, parse
 from router.token_schema import DetokenizeAnswer, TokenizeAnswer, read_detokenize, read_tokenize
 from router.tokenization import detokenize, tokenize
@@ -43,8 +44,9 @@ def make_http_door(
     door = FastAPI(title="Baton", openapi_url=None)
     door.add_middleware(HttpBodies, budget=service.bodies)
     door.add_middleware(HttpKeys, doorkeeper=doorkeeper)
-    # The last one added is the outermost.
     door.add_middleware(HttpRequestIds)
+    # The last one added is the outermost.
+    door.add_middleware(ServerSend)
 
     @door.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

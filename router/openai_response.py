@@ -16,6 +16,7 @@ from router.hang_up import until_hang_up
 from router.openai_answer import AnswerHead, AnswerShape
 from router.openai_logprobs import LogprobsWriter
 from router.prompt_answer import Body, WholeAnswer, echo_of
+from router.server_send import server_send_of
 
 
 def answer_head(service: GenerationService, body: Body, draft: RequestDraft) -> AnswerHead:
@@ -77,15 +78,16 @@ class OpenAIResponse(Response):
                 echo = await echo_of(self._service.tokenizer, self._body, self._draft.prompt, first)
                 answer = streamed_answer(self._body, echo, self._shape, draft)
                 await send(stream_start())
-                await send_events(send, [*answer.opening(), *answer.events(first)])
+                send_body = server_send_of(scope)
+                await send_events(send_body, [*answer.opening(), *answer.events(first)])
                 try:
                     async for output in outputs:
                         events = answer.events(output)
                         if isinstance(output, End):
                             events += closing_events(self._body, self._shape, output.usage)
-                        await send_events(send, events)
+                        await send_events(send_body, events)
                 except RequestError as error:
-                    await send_events(send, [error_event(in_words_of(self._body, error), request_id)])
+                    await send_events(send_body, [error_event(in_words_of(self._body, error), request_id)])
                 await send(STREAM_END)
         except RequestError as error:
             await error_response(in_words_of(self._body, error), request_id)(scope, receive, send)
@@ -101,7 +103,7 @@ def stream_start() -> dict[str, object]:
 
 async def send_events(send: Send, events: Sequence[str]) -> None:
     if events:
-        body = "".join(f"data: {event}\n\n" for event in events).encode()
+        body = "".join([f"data: {event}\n\n" for event in events]).encode()
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
