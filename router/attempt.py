@@ -125,10 +125,15 @@ class Attempt:
             sample = next(iter(self._news))
             course = self._news.pop(sample)
             if (event := course.take()) is not None:
-                if isinstance(event, Tokens) and course.is_over:
+                if course.is_over and isinstance(event, Tokens):
                     self._news[sample] = course
                 return event
         return None
+
+    @property
+    def has_more(self) -> bool:
+        """Beyond what `take` gave last: more to take, or that it is decided."""
+        return self.is_decided or bool(self._news)
 
     def abandon(self, sample: int) -> None:
         """Nothing more of this sample is wanted. With the last one the attempt is over."""
@@ -177,7 +182,8 @@ class Attempt:
     def _hear(self, leg: Leg, event: LegEvent) -> None:
         match event:
             case worker_pb2.SequenceTokens():
-                self._on_tokens(event)
+                self._hear_tokens(event)
+                return
             case worker_pb2.Admitted():
                 self._admitted, self._kv_bytes = True, event.kv_bytes
                 self._clock.admitted(time.monotonic())
@@ -197,15 +203,22 @@ class Attempt:
         self._settle()
         self._on_change()
 
+    def _hear_tokens(self, event: worker_pb2.SequenceTokens) -> None:
+        """A token in its turn settles nothing."""
+        sample = event.sample
+        course = self._courses.get(sample)
+        if course is None or not course.hear(event):
+            self._settle()
+            return
+        self._news[sample] = course
+        self._clock.token(time.monotonic())
+        if course.is_over or course.has_gap:
+            self._settle()
+        self._on_change()
+
     def _over(self, leg: Leg) -> None:
         self._open.pop(leg, None)
         self._sessions[leg].release(self._wire_id.number)
-
-    def _on_tokens(self, event: worker_pb2.SequenceTokens) -> None:
-        course = self._courses.get(event.sample)
-        if course is not None and course.hear(event):
-            self._news[event.sample] = course
-            self._clock.token(time.monotonic())
 
     def _on_prompt(self, event: worker_pb2.PromptLogprobs) -> None:
         if self._awaits_prompt:

@@ -17,4 +17,4 @@ class ChunkTemplate:
         self._before, self._after = body.split(_encode(_MARK))
 
     def with_text(self, text: str) -> str:
-        return self._before + _encode(text) + self._after
+        return f"{self._before}{_encode(text)}{self._after}"

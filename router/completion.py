@@ -1,5 +1,6 @@
 """What comes back for a request: the outputs of its samples, then one end."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -24,6 +25,12 @@ class Token(NamedTuple):
 
     id: int
     logprobs: TokenLogprobs | None = None
+
+
+def tokens_of(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> tuple[Token, ...]:
+    if logprobs is None:
+        return tuple(map(Token, token_ids))
+    return tuple(map(Token, token_ids, logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +96,25 @@ class ScoredPrompt:
     tokens: tuple[Token, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A sample's next tokens and the text that they made final, which can lag behind them.
 
     Attributes:
-        index: the place of the first of `tokens` among the sample's generated tokens.
-        starts: where the text of each of `tokens` begins in the sample's text.
+        first_index: the place of the first of `token_ids` among the sample's generated tokens.
+        starts: where the text of each of `token_ids` begins in the sample's text.
+        logprobs: as many as `token_ids`. None: they were not asked for.
     """
 
     sample: int
-    index: int
-    tokens: tuple[Token, ...]
-    starts: tuple[int, ...]
+    first_index: int
+    token_ids: Sequence[int]
+    starts: Sequence[int]
     text: str
+    logprobs: Sequence[TokenLogprobs] | None = None
+
+    @property
+    def tokens(self) -> Sequence[Token]:
+        return tokens_of(self.token_ids, self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class CountedAnswer(StreamedAnswer):
 
     def events(self, output: Output) -> list[str]:
         if isinstance(output, Piece):
-            self._num_generated += len(output.tokens)
+            self._num_generated += len(output.token_ids)
         return [self._counted(event) for event in super().events(output)]
 
     def _counted(self, event: str) -> str:

@@ -47,10 +47,6 @@ class _Use:
     spending: Spending
     ticket: Ticket
 
-    def generated(self, num_tokens: int) -> None:
-        self.spending.charge(num_tokens)
-        self.ticket.generated(num_tokens)
-
 
 class GenerationService:
     """Checks requests, runs them, and counts them."""
@@ -119,7 +115,9 @@ class GenerationService:
             async with self._admitted(draft) as (run, use), aclosing(run.outputs()) as outputs:
                 async for output in outputs:
                     if isinstance(output, Piece):
-                        use.generated(len(output.tokens))
+                        num_tokens = len(output.token_ids)
+                        use.spending.charge(num_tokens)
+                        use.ticket.generated(num_tokens)
                     elif isinstance(output, End):
                         code = ""
                         self._log_end(draft, output)

@@ -214,15 +214,16 @@ def _response(request_id: str, output: Output) -> inference_pb2.GenerateResponse
             scores = [_wire_logprobs(token.logprobs) for token in tokens]
             return inference_pb2.GenerateResponse(request_id=request_id, prompt_logprobs=scores)
         case Piece():
-            told = [token.logprobs for token in output.tokens if token.logprobs is not None]
-            return inference_pb2.GenerateResponse(
+            response = inference_pb2.GenerateResponse(
                 request_id=request_id,
                 sample=output.sample,
-                index=output.index,
-                token_ids=[token.id for token in output.tokens],
+                index=output.first_index,
+                token_ids=output.token_ids,
                 text=output.text,
-                logprobs=[_wire_logprobs(scores) for scores in told],
             )
+            if output.logprobs is not None:
+                response.logprobs.extend(map(_wire_logprobs, output.logprobs))
+            return response
         case SampleEnd():
             return _sample_end(request_id, output)
         case End():

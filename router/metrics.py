@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from router.bucket_counter import BucketCounter
 from router.completion import End, StageTimes
+from router.plain_counter import PlainCounter
 
 # Buckets as OpenTelemetry's gen_ai conventions have them, in seconds.
 _FIRST_TOKEN_S = (
@@ -61,9 +62,8 @@ class RouterMetrics:
         self._prompt_tokens = Counter(
             "baton_prompt_tokens", "Prompt tokens of requests that ended well.", registry=registry
         )
-        self.generation_tokens = Counter(
-            "baton_generation_tokens", "Tokens delivered to clients.", registry=registry
-        )
+        self.generation_tokens = PlainCounter("baton_generation_tokens", "Tokens delivered to clients.")
+        registry.register(self.generation_tokens)
         self._kv_bytes = Counter(
             "baton_handoff_kv_bytes", "KV handed over for requests that ended well.", registry=registry
         )

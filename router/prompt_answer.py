@@ -51,11 +51,11 @@ class StreamedAnswer:
 
     def events(self, output: Output) -> list[str]:
         match output:
+            case Piece(sample=sample, text=text):
+                tokens = self._shown[sample].push(output) if self._tells_tokens else []
+                return self._chunks(sample, text, tokens)
             case ScoredPrompt():
                 return []
-            case Piece(sample=sample):
-                tokens = self._shown[sample].push(output) if self._tells_tokens else []
-                return self._chunks(sample, output.text, tokens)
             case SampleEnd():
                 return self._sample_end(output)
             case End(last=last):

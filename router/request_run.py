@@ -76,7 +76,8 @@ class RequestRun:
                 await self._changed.wait()
                 for group, attempt in [*self._running.items()]:
                     if (event := attempt.take()) is not None:
-                        self._changed.due()
+                        if attempt.has_more:
+                            self._changed.due()
                         for output in self._hear(attempt, event):
                             if isinstance(output, SampleEnd) and self._num_live == 0:
                                 last = output
@@ -140,10 +141,10 @@ class RequestRun:
 
     def _hear(self, attempt: Attempt, event: AttemptEvent) -> list[Output]:
         match event:
-            case Tokens(number, _, tokens):
+            case Tokens(number, _, token_ids, logprobs):
                 sample = self._samples[number]
-                piece = sample.push(tokens)
-                self._count(sample, piece, len(tokens), attempt.last_token_s)
+                piece = sample.push(token_ids, logprobs)
+                self._count(sample, piece, len(token_ids), attempt.last_token_s)
                 if sample.end is None:
                     return [piece]
                 attempt.abandon(number)
@@ -206,7 +207,7 @@ class RequestRun:
         return placement
 
     def _count(self, sample: SampleRun, piece: Piece, num_came: int, arrived_s: float) -> None:
-        num_kept = len(piece.tokens)
+        num_kept = len(piece.token_ids)
         if not self._has_token:
             self._has_token = True
             self._metrics.first_token.observe(arrived_s - self._request.arrival_s)
@@ -214,7 +215,7 @@ class RequestRun:
             each_s = (arrived_s - sample.last_arrival_s) / num_came
             self._metrics.inter_token.observe(each_s, num_kept)
         sample.last_arrival_s = arrived_s
-        self._metrics.generation_tokens.inc(num_kept)
+        self._metrics.generation_tokens.value += num_kept
 
     def _usage(self) -> Usage:
         generated = sum(len(sample.generated) for sample in self._samples)

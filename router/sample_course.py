@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protos import inference_pb2, worker_pb2
 from router.completion import FinishReason, Token, TokenLogprobs
@@ -9,13 +10,13 @@ from router.sampling_options import SamplingOptions
 from router.token_merge import TokenMerge
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A gapless run of one sample."""
+class Tokens(NamedTuple):
+    """A gapless run of one sample. `logprobs`: None, they were not asked for."""
 
     sample: int
-    index: int
-    tokens: tuple[Token, ...]
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class SampleCourse:
     def __init__(self, sample: int, first_index: int, options: SamplingOptions) -> None:
         self._sample = sample
         self._options = options
-        self._merge: TokenMerge[Token] = TokenMerge(first_index, options.max_tokens)
+        self._merge = TokenMerge(first_index, options.max_tokens)
+        # Of tokens that were not taken, by index.
+        self._logprobs: dict[int, TokenLogprobs] = {}
         self._finish: FinishReason | None = None
         self._is_abandoned = False
         self.num_taken = 0
@@ -56,15 +59,20 @@ class SampleCourse:
 
     def hear(self, event: worker_pb2.SequenceTokens) -> bool:
         """Whether that brought a new token."""
-        before = self._merge.next_index
+        token_ids = event.token_ids[:]
         if self._options.logprobs is None:
-            self._merge.add(event.index, [Token(id_) for id_ in event.token_ids])
-        elif len(event.logprobs) == len(event.token_ids):
-            pairs = zip(event.token_ids, event.logprobs, strict=True)
-            self._merge.add(event.index, [Token(id_, token_logprobs(scores)) for id_, scores in pairs])
-        else:
-            self._merge.announce(event.index + len(event.token_ids))
-        return self._merge.next_index > before
+            return self._merge.add(event.index, token_ids)
+        if len(event.logprobs) == len(token_ids):
+            self._keep_logprobs(event)
+            return self._merge.add(event.index, token_ids)
+        self._merge.announce(event.index + len(token_ids))
+        return False
+
+    def _keep_logprobs(self, event: worker_pb2.SequenceTokens) -> None:
+        """As of the tokens, the first word counts."""
+        for at, scores in enumerate(event.logprobs, start=event.index):
+            if self._merge.wants(at):
+                self._logprobs.setdefault(at, token_logprobs(scores))
 
     def finish(self, reason: FinishReason) -> None:
         """The first word for it counts."""
@@ -79,13 +87,18 @@ class SampleCourse:
         """What is new: tokens first. The end may be taken more than once."""
         if self._is_abandoned:
             return None
-        if self._merge.has_ready:
-            index, tokens = self._merge.take()
-            self.num_taken += len(tokens)
-            return Tokens(self._sample, index, tokens)
+        index, token_ids = self._merge.take()
+        if token_ids:
+            self.num_taken += len(token_ids)
+            return Tokens(self._sample, index, token_ids, self._take_logprobs(index, len(token_ids)))
         if self._finish is not None and not self._merge.has_gap:
             return SampleFinished(self._sample, self._finish)
         return None
+
+    def _take_logprobs(self, index: int, num_tokens: int) -> Sequence[TokenLogprobs] | None:
+        if self._options.logprobs is None:
+            return None
+        return [self._logprobs.pop(at) for at in range(index, index + num_tokens)]
 
 
 def token_logprobs(scores: inference_pb2.TokenLogprobs) -> TokenLogprobs:

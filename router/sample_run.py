@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.completion import FinishReason, Piece, SampleEnd, Token
+from router.completion import FinishReason, Piece, SampleEnd, TokenLogprobs
 from router.text_stream import TextStream
 
 
@@ -23,15 +23,16 @@ class SampleRun:
         self.last_arrival_s: float | None = None
         self._text = text
 
-    def push(self, tokens: Sequence[Token]) -> Piece:
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> Piece:
         """The next tokens. They may bring a stop string, and with it the end."""
         index = len(self.generated)
-        written = self._text.push(token.id for token in tokens)
-        kept = tuple(tokens[: written.num_tokens])
-        self.generated += [token.id for token in kept]
-        if written.stopped:
-            self.end = SampleEnd(self.number, len(self.generated), "", FinishReason.STOP, True)
-        return Piece(self.number, index, kept, written.starts, written.text)
+        text, starts, stopped = self._text.push(token_ids)
+        if stopped:
+            token_ids = token_ids[: len(starts)]
+            logprobs = None if logprobs is None else logprobs[: len(starts)]
+            self.end = SampleEnd(self.number, index + len(starts), "", FinishReason.STOP, True)
+        self.generated += token_ids
+        return Piece(self.number, index, token_ids, starts, text, logprobs)
 
     def finish(self, reason: FinishReason) -> SampleEnd:
         """No token follows."""

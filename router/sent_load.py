@@ -1,5 +1,6 @@
 """What a router knows of a worker's load beyond the worker's last report: its own submissions since then."""
 
+from collections.abc import KeysView
 from dataclasses import dataclass
 
 
@@ -28,14 +29,16 @@ class SentLoad:
         sent = _Sent(prompt_tokens, blocks)
         self._uncomputed[number] = self._unreported[number] = sent
 
-    def computed(self, number: int) -> bool:
-        """The attempt has a token. False: that changes nothing, since it is not the first."""
+    @property
+    def uncomputed(self) -> KeysView[int]:
+        """The attempts that have no token."""
+        return self._uncomputed.keys()
+
+    def computed(self, number: int) -> None:
+        """The attempt has a token. Changes nothing if it is not the first."""
         sent = self._uncomputed.pop(number, None)
-        if sent is None:
-            return False
-        if number not in self._unreported:
+        if sent is not None and number not in self._unreported:
             self._computed_tokens += sent.prompt_tokens
-        return True
 
     def ended(self, number: int) -> None:
         """The attempt is over. May be called again."""

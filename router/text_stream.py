@@ -1,7 +1,7 @@
 """The text of one sample: detokenized, and ended at a stop string."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
@@ -9,8 +9,7 @@ from router.tokenizer import Tokenizer
 from router.utf8_detokenizer import Utf8Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """What some tokens gave.
 
     Attributes:
@@ -20,7 +19,7 @@ class Written:
     """
 
     text: str
-    starts: tuple[int, ...]
+    starts: Sequence[int]
     stopped: bool
 
     @property
@@ -39,25 +38,30 @@ class TextStream:
         """
         kind = Utf8Detokenizer if tokenizer.is_byte_level else Detokenizer
         self._detokenizer = kind(tokenizer, tokenizer.special_ids_of(markup))
-        self._stop_strings = StopStrings(stop)
+        self._stop_strings = StopStrings(stop) if stop else None
         self._num_chars = 0
 
-    def push(self, token_ids: Iterable[int]) -> Written:
+    def push(self, token_ids: Sequence[int]) -> Written:
         texts: list[str] = []
         starts: list[int] = []
+        stopped = False
         for token_id in token_ids:
             starts.append(self._num_chars)
             text = self._detokenizer.push(token_id)
             self._num_chars += len(text)
-            passed = self._stop_strings.push(text)
-            texts.append(passed.text)
-            if passed.stopped:
-                return Written("".join(texts), tuple(starts), stopped=True)
-        return Written("".join(texts), tuple(starts), stopped=False)
+            if self._stop_strings is not None:
+                text, stopped = self._stop_strings.push(text)
+            texts.append(text)
+            if stopped:
+                break
+        return Written("".join(texts), starts, stopped)
 
     def finish(self) -> Written:
         """The rest of the text, whose last tokens may still complete a stop string."""
-        passed = self._stop_strings.push(self._detokenizer.finish())
+        text = self._detokenizer.finish()
+        if self._stop_strings is None:
+            return Written(text, (), stopped=False)
+        passed = self._stop_strings.push(text)
         if passed.stopped:
             return Written(passed.text, (), stopped=True)
         return Written(passed.text + self._stop_strings.finish(), (), stopped=False)

@@ -1,12 +1,9 @@
 """The tokens of one sample, from whoever says them first."""
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
-class TokenMerge(Generic[T]):
+class TokenMerge:
     """Orders and de-duplicates tokens by their index.
 
     Two workers may say the same token, and the second worker's tokens may come before the first
@@ -18,26 +15,37 @@ class TokenMerge(Generic[T]):
         self._next = first_index
         self._end = end_index
         self._announced = first_index
-        self._ready: list[T] = []
-        self._ahead: dict[int, T] = {}
+        self._ready: list[int] = []
+        self._ahead: dict[int, int] = {}
 
-    def add(self, index: int, tokens: Sequence[T]) -> None:
-        """`index` is the place of tokens[0]."""
-        self.announce(index + len(tokens))
-        for at, token in enumerate(tokens, start=index):
-            if self._next <= at < self._end:
-                self._ahead.setdefault(at, token)
+    def add(self, index: int, token_ids: Sequence[int]) -> bool:
+        """`index` is the place of token_ids[0]. Whether the gapless run is longer now."""
+        end = index + len(token_ids)
+        if index == self._next and not self._ahead and end <= self._end:
+            # As nearly all tokens come.
+            self._ready += token_ids
+            self._next = end
+            return bool(token_ids)
+        return self._add_out_of_turn(index, token_ids)
+
+    def _add_out_of_turn(self, index: int, token_ids: Sequence[int]) -> bool:
+        first = self._next
+        self.announce(index + len(token_ids))
+        for at, token_id in enumerate(token_ids, start=index):
+            if self.wants(at):
+                self._ahead.setdefault(at, token_id)
         while self._next in self._ahead:
             self._ready.append(self._ahead.pop(self._next))
             self._next += 1
+        return self._next > first
+
+    def wants(self, at: int) -> bool:
+        """A token there would be new, or one that waits already."""
+        return self._next <= at < self._end
 
     def announce(self, end_index: int) -> None:
         """There are tokens up to `end_index`; somebody will say what is wanted of them."""
         self._announced = max(self._announced, min(end_index, self._end))
-
-    @property
-    def has_ready(self) -> bool:
-        return bool(self._ready)
 
     @property
     def has_gap(self) -> bool:
@@ -49,7 +57,7 @@ class TokenMerge(Generic[T]):
         """One past the last gapless token."""
         return self._next
 
-    def take(self) -> tuple[int, tuple[T, ...]]:
+    def take(self) -> tuple[int, list[int]]:
         """The tokens that are ready, and the index of the first."""
-        taken, self._ready = tuple(self._ready), []
+        taken, self._ready = self._ready, []
         return self._next - len(taken), taken

@@ -49,6 +49,8 @@ class Tokenizer:
         # Whether a text is the bytes of its tokens, one after the other.
         self.is_byte_level: bool = decoder.get("type") == "ByteLevel"
         self._known_bytes: dict[int, bytes] = {}
+        # Of tokens that begin and end between characters: Utf8Detokenizer remembers them here.
+        self.whole_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

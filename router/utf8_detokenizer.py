@@ -16,12 +16,25 @@ class Utf8Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole_texts = tokenizer.whole_texts
+        self._is_inside_character = False
 
     def push(self, token_id: int) -> str:
         """The text that this token makes final."""
+        text = self._whole_texts.get(token_id)
+        if text is None or self._is_inside_character:
+            return self._push_bytes(token_id)
+        return text
+
+    def _push_bytes(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
-        return self._decoder.decode(self._tokenizer.known_bytes(token_id))
+        began_inside = self._is_inside_character
+        text = self._decoder.decode(self._tokenizer.known_bytes(token_id))
+        self._is_inside_character = self._decoder.getstate()[0] != b""
+        if not (began_inside or self._is_inside_character or token_id in self._tokenizer.special_ids):
+            self._whole_texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """The text that was held back. A character whose last bytes never came is U+FFFD in it."""

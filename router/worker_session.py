@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -34,15 +34,15 @@ class SessionLost:
     reason: str
 
 
-LegEvent = (
+SentEvent = (
     worker_pb2.PromptLogprobs
     | worker_pb2.SequenceTokens
     | worker_pb2.Admitted
     | worker_pb2.Prefilled
     | worker_pb2.Finished
     | worker_pb2.Dropped
-    | SessionLost
 )
+LegEvent = SentEvent | SessionLost
 LegListener = Callable[[LegEvent], None]
 
 
@@ -183,16 +183,28 @@ class WorkerSession:
     def _dispatch(self, step: worker_pb2.StepEvent) -> None:
         for prefilled in step.prefilled:
             self._observe_handoff(prefilled)
-        for tokens in step.tokens:
-            if self._sent.computed(tokens.attempt.number):
-                self._snapshot = None
+        self._tell(step.prompt_logprobs)
         # Tokens before the event that ends their attempt.
-        told = (step.prompt_logprobs, step.tokens, step.admitted, step.prefilled, step.finished, step.dropped)
-        for events in told:
-            for event in events:
-                listener = self._listeners.get(event.attempt.number)
-                if listener is not None:
-                    listener(event)
+        self._tell_tokens(step.tokens)
+        for events in (step.admitted, step.prefilled, step.finished, step.dropped):
+            self._tell(events)
+
+    def _tell(self, events: Iterable[SentEvent]) -> None:
+        for event in events:
+            listener = self._listeners.get(event.attempt.number)
+            if listener is not None:
+                listener(event)
+
+    def _tell_tokens(self, events: Iterable[worker_pb2.SequenceTokens]) -> None:
+        uncomputed = self._sent.uncomputed
+        for event in events:
+            number = event.attempt.number
+            if number in uncomputed:
+                self._sent.computed(number)
+                self._snapshot = None
+            listener = self._listeners.get(number)
+            if listener is not None:
+                listener(event)
 
     def _observe_handoff(self, event: worker_pb2.Prefilled) -> None:
         receiver = self._receivers.get(event.attempt.number)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from protos import worker_pb2
 from protos.inference_pb2 import FINISH_REASON_LENGTH
 from router.attempt import Attempt
-from router.completion import FinishReason, Token
+from router.completion import FinishReason
 from router.observations import Observations
 from router.sample_course import SampleFinished, Tokens
 from router.sampling_options import Limits, SamplingDraft, check_sampling
@@ -29,7 +29,7 @@ async def test_tokens_that_nobody_read_come_in_one_piece() -> None:
     attempt, hear = local_attempt(max_tokens=100)
     for index in range(100):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[index]))
-    assert attempt.take() == Tokens(0, 0, tuple(Token(id_) for id_ in range(100)))
+    assert attempt.take() == Tokens(0, 0, [*range(100)])
 
 
 async def test_what_is_held_for_a_slow_client_is_bounded_by_max_tokens() -> None:
@@ -37,14 +37,14 @@ async def test_what_is_held_for_a_slow_client_is_bounded_by_max_tokens() -> None
     for index in range(1000):
         hear(worker_pb2.SequenceTokens(index=index, token_ids=[1, 2, 3]))
     tokens = attempt.take()
-    assert isinstance(tokens, Tokens) and len(tokens.tokens) == 10
+    assert isinstance(tokens, Tokens) and len(tokens.token_ids) == 10
 
 
 async def test_tokens_that_were_said_come_before_the_end() -> None:
     attempt, hear = local_attempt(max_tokens=2)
     hear(worker_pb2.SequenceTokens(index=0, token_ids=[5]))
     hear(worker_pb2.Finished(finish_reason=FINISH_REASON_LENGTH))
-    assert attempt.take() == Tokens(0, 0, (Token(5),))
+    assert attempt.take() == Tokens(0, 0, [5])
     assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
     assert attempt.take() is None
     assert attempt.is_decided and attempt.failure is None

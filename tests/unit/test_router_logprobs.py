@@ -40,7 +40,7 @@ def shown_of(
     text = ""
     tokens: list[PlacedToken] = []
     for token_id in token_ids:
-        piece = run.push([Token(token_id)])
+        piece = run.push([token_id])
         text += piece.text
         tokens += shown.push(piece)
         assert all(placed.start < len(text) for placed in tokens)
@@ -91,7 +91,7 @@ def test_every_token_of_a_text_without_stop_strings_is_shown_once(
 
 def test_text_of_the_answer_before_the_sample_moves_its_tokens() -> None:
     shown = ShownTokens(first_char=10)
-    piece = Piece(0, 0, (Token(1), Token(2)), (0, 3), "abc")
+    piece = Piece(0, 0, (1, 2), (0, 3), "abc")
     assert shown.push(piece) == [PlacedToken(Token(1), 10)]
     end = SampleEnd(0, 2, "d", FinishReason.LENGTH, at_stop_string=False)
     assert shown.finish(end) == [PlacedToken(Token(2), 13)]

@@ -55,8 +55,8 @@ async def test_samples_have_tokens_and_ends_of_their_own() -> None:
     hear(finished(1))
     hear(finished(0))
     assert all_events(attempt) == [
-        Tokens(1, 0, (Token(20), Token(21))),
-        Tokens(0, 0, (Token(10),)),
+        Tokens(1, 0, [20, 21]),
+        Tokens(0, 0, [10]),
         SampleFinished(1, FinishReason.LENGTH),
         SampleFinished(0, FinishReason.LENGTH),
     ]
@@ -78,10 +78,10 @@ async def test_the_end_of_one_sample_does_not_wait_for_the_others() -> None:
     attempt, hear = attempt_at("local", n=2)
     hear(said(0, 0, [10]))
     hear(finished(0))
-    assert attempt.take() == Tokens(0, 0, (Token(10),))
+    assert attempt.take() == Tokens(0, 0, [10])
     assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
     hear(said(1, 0, [20]))
-    assert attempt.take() == Tokens(1, 0, (Token(20),))
+    assert attempt.take() == Tokens(1, 0, [20])
 
 
 async def test_an_abandoned_sample_is_not_heard_any_more() -> None:
@@ -92,7 +92,7 @@ async def test_an_abandoned_sample_is_not_heard_any_more() -> None:
     hear(said(1, 0, [20]))
     hear(finished(1))
     assert all_events(attempt) == [
-        Tokens(1, 0, (Token(20),)),
+        Tokens(1, 0, [20]),
         SampleFinished(1, FinishReason.LENGTH),
     ]
 
@@ -110,7 +110,7 @@ async def test_what_is_said_of_an_unknown_sample_is_ignored() -> None:
     hear(finished(3))
     hear(said(0, 0, [11]))
     hear(finished(0))
-    assert all_events(attempt) == [Tokens(0, 0, (Token(11),)), SampleFinished(0, FinishReason.LENGTH)]
+    assert all_events(attempt) == [Tokens(0, 0, [11]), SampleFinished(0, FinishReason.LENGTH)]
 
 
 async def test_a_sample_can_go_on_by_itself_from_its_tokens() -> None:
@@ -118,7 +118,7 @@ async def test_a_sample_can_go_on_by_itself_from_its_tokens() -> None:
     hear(said(2, 1, [1, 2, 3]))
     hear(finished(2))
     assert all_events(attempt) == [
-        Tokens(2, 2, (Token(2), Token(3))),
+        Tokens(2, 2, [2, 3]),
         SampleFinished(2, FinishReason.LENGTH),
     ]
 
@@ -134,9 +134,7 @@ async def test_a_token_without_its_log_probability_waits_for_who_knows_it() -> N
     hear(said(0, 0, [10]))
     hear(worker_pb2.SequenceTokens(index=1, token_ids=[11], logprobs=[scored(-2, [(9, -1)])]))
     hear(worker_pb2.SequenceTokens(index=0, token_ids=[10], logprobs=[scored(-0.5, [(10, -0.5)])]))
-    assert attempt.take() == Tokens(
-        0, 0, (Token(10, Scores(-0.5, ((10, -0.5),))), Token(11, Scores(-2, ((9, -1),))))
-    )
+    assert attempt.take() == Tokens(0, 0, [10, 11], [Scores(-0.5, ((10, -0.5),)), Scores(-2, ((9, -1),))])
 
 
 async def test_a_log_probability_that_never_comes_is_an_error() -> None:
@@ -155,7 +153,7 @@ async def test_the_prompts_log_probabilities_come_before_any_token() -> None:
     hear(finished(0))
     assert all_events(attempt) == [
         prompt,
-        Tokens(0, 0, (Token(10),)),
+        Tokens(0, 0, [10]),
         SampleFinished(0, FinishReason.LENGTH),
     ]
 
