@@ -1,7 +1,8 @@
 """What the router's doors are measured against: the libraries under them with nothing in between.
 
 `python -m bench.bare_server` serves, and prints the addresses of, a grpc.aio echo (each message that comes is
-written back) and an SSE writer (uvicorn; `GET /?tokens=N&step_ms=M` writes N events, one every M ms).
+written back) and a uvicorn that writes N events, one every M ms: `GET /?tokens=N&step_ms=M` the same bytes
+over and over, `GET /fastapi?tokens=N&step_ms=M` as is usual in FastAPI, each event's JSON made for it.
 """
 
 import asyncio
@@ -12,17 +13,23 @@ from urllib.parse import parse_qs
 import grpc
 import uvicorn
 import uvloop
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from protos import inference_pb2
 
 ECHO_METHOD = "/baton.bench.Echo/Echo"
+FASTAPI_PATH = "/fastapi"
 # As long as what the chat door writes for a token.
-SSE_EVENT = (
-    b'data: {"id":"0123456789abcdef0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
-    b'"model":"smollm2-135m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
-    b'"finish_reason":null}]}\n\n'
-)
+EVENT_BODY = {
+    "id": "0123456789abcdef0123456789abcdef",
+    "object": "chat.completion.chunk",
+    "created": 1700000000,
+    "model": "smollm2-135m",
+    "choices": [{"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None}],
+}
+SSE_EVENT = f"data: {json.dumps(EVENT_BODY, separators=(',', ':'))}\n\n".encode()
 
 
 async def _echo(
@@ -53,16 +60,47 @@ class Ticks:
         self._task.cancel()
 
 
-class SseWriter:
-    """An ASGI application."""
+class AllTicks:
+    """By the step's length."""
 
     def __init__(self) -> None:
         self._ticks: dict[float, Ticks] = {}
 
+    def of(self, step_s: float) -> Ticks:
+        return self._ticks.get(step_s) or self._ticks.setdefault(step_s, Ticks(step_s))
+
+
+def fastapi_writer(all_ticks: AllTicks) -> FastAPI:
+    """The usual way to write events in FastAPI, each one's JSON made for it."""
+    app = FastAPI()
+
+    async def events(tokens: int, ticks: Ticks) -> AsyncIterator[str]:
+        for number in range(tokens):
+            if number:
+                await ticks.next()
+            yield f"data: {json.dumps(EVENT_BODY)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    @app.get(FASTAPI_PATH)
+    async def stream(tokens: int, step_ms: float) -> StreamingResponse:
+        return StreamingResponse(events(tokens, all_ticks.of(step_ms / 1e3)), media_type="text/event-stream")
+
+    return app
+
+
+class SseWriter:
+    """An ASGI application: the same bytes over and over, but where it is asked for FastAPI's way."""
+
+    def __init__(self) -> None:
+        self._ticks = AllTicks()
+        self._fastapi = fastapi_writer(self._ticks)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == FASTAPI_PATH:
+            await self._fastapi(scope, receive, send)
+            return
         query = parse_qs(scope["query_string"].decode())
-        step_s = float(query["step_ms"][0]) / 1e3
-        ticks = self._ticks.get(step_s) or self._ticks.setdefault(step_s, Ticks(step_s))
+        ticks = self._ticks.of(float(query["step_ms"][0]) / 1e3)
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number in range(int(query["tokens"][0])):
@@ -91,6 +129,8 @@ async def serve() -> None:
     await server.start()
     config = uvicorn.Config(SseWriter(), log_config=None, access_log=False, lifespan="off", port=0)
     socket = config.bind_socket()
+    # Who connects before uvicorn accepts waits.
+    socket.listen(config.backlog)
     print(
         json.dumps({"grpc": f"127.0.0.1:{grpc_port}", "http": f"127.0.0.1:{socket.getsockname()[1]}"}),
         flush=True,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.bare_server import ECHO_METHOD, Ticks
-from protos import inference_pb2, inference_pb2_grpc
+from bench.bare_server import ECHO_METHOD, FASTAPI_PATH, Ticks
+from protos import PROTOCOL_VERSION, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 PROMPT_TOKENS = 32
 # Streams that share one HTTP/2 connection.
@@ -132,6 +132,26 @@ async def at_echo(address: str, shape: Shape) -> Tally:
         ticks.stop()
 
 
+async def at_worker(address: str, shape: Shape) -> Tally:
+    """One stream in a worker's session: what a router waits for between a request and its first token."""
+    assert shape.streams == 1
+    tally = Tally()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Connect()
+        hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, session="bench")
+        await call.write(worker_pb2.RouterMessage(hello=hello))
+        for number in range(1, shape.requests + 1):
+            submit = worker_pb2.Submit(attempt=worker_pb2.Attempt(number=number), prompt_token_ids=_prompt())
+            submit.prefill.SetInParent()
+            started = time.perf_counter()
+            await call.write(worker_pb2.RouterMessage(submit=submit))
+            while not (await call.read()).step.tokens:
+                pass
+            tally.ttft_s.append(time.perf_counter() - started)
+        call.cancel()
+    return tally
+
+
 async def at_http_door(address: str, shape: Shape) -> Tally:
     def request() -> bytes:
         body = json.dumps(
@@ -149,10 +169,14 @@ async def at_http_door(address: str, shape: Shape) -> Tally:
     return await _over_http(address, shape, request, idle_events=1)
 
 
-async def at_sse_writer(address: str, shape: Shape) -> Tally:
-    path = f"/?tokens={shape.tokens}&step_ms={shape.step_ms}"
-    request = f"GET {path} HTTP/1.1\r\nhost: {address}\r\n\r\n".encode()
+async def at_sse_writer(address: str, shape: Shape, path: str = "/") -> Tally:
+    query = f"tokens={shape.tokens}&step_ms={shape.step_ms}"
+    request = f"GET {path}?{query} HTTP/1.1\r\nhost: {address}\r\n\r\n".encode()
     return await _over_http(address, shape, lambda: request, idle_events=0)
+
+
+async def at_fastapi(address: str, shape: Shape) -> Tally:
+    return await at_sse_writer(address, shape, FASTAPI_PATH)
 
 
 async def _over_http(

@@ -4,7 +4,9 @@ The router, and each bare server in its turn, has one core to itself; the client
 share another. A server that is not saturated shows its cost in the processor time that it took: "tokens/s a
 core" is tokens per second of it, and the ratio to the bare server compares those. Every token is a message of
 its own ("messages a token" says so). What is bare: a grpc.aio echo that reads and writes a message for every
-token, and an SSE writer on uvicorn that writes the same bytes over and over.
+token, and an SSE writer on uvicorn that writes the same bytes over and over, so that all it costs is the
+socket. "FastAPI SSE" is what an ordinary server costs: it makes each event's JSON, and streams it as FastAPI
+has it.
 """
 
 import asyncio
@@ -25,7 +27,16 @@ import psutil
 import typer
 import uvloop
 
-from bench.door_clients import Shape, Tally, at_echo, at_grpc_door, at_http_door, at_sse_writer
+from bench.door_clients import (
+    Shape,
+    Tally,
+    at_echo,
+    at_fastapi,
+    at_grpc_door,
+    at_http_door,
+    at_sse_writer,
+    at_worker,
+)
 from bench.processes import ServerProcess, wait_connected
 from bench.report import Report
 
@@ -135,6 +146,7 @@ def main(
         ),
     )
     with tempfile.TemporaryDirectory() as logs:
+        uvloop.run(_worker_ttft(report, model, cores))
         for shape in [TOKEN_SHAPES[count] for count in streams or TOKEN_SHAPES]:
             uvloop.run(_token_rows(report, model, shape, cores, Path(logs)))
         uvloop.run(_request_rates(report, model, cores, Path(logs)))
@@ -143,10 +155,20 @@ def main(
         report.write(json_file)
 
 
+async def _worker_ttft(report: Report, model: str, cores: tuple[int, int]) -> None:
+    """Part of what a router adds to a stream that is alone."""
+    shape = TOKEN_SHAPES[1]
+    command = ["bench.scripted_worker", "--model", model, "--step-ms", str(shape.step_ms)]
+    with script(command, cores[1]) as (at, _):
+        tally = await at_worker(at["prefill"], shape)
+    report.baselines["TTFT of the workers without a router, ms"] = median(tally.ttft_s) * 1e3
+
+
 async def _token_rows(report: Report, model: str, shape: Shape, cores: tuple[int, int], logs: Path) -> None:
     with script(["bench.bare_server"], cores[0]) as (at, pid):
         echo = await measure(at_echo, at["grpc"], shape, pid)
         writer = await measure(at_sse_writer, at["http"], shape, pid)
+        usual = await measure(at_fastapi, at["http"], shape, pid)
     with router(model, shape.step_ms, cores, logs) as server:
         over_grpc = await measure(at_grpc_door, server.grpc, shape, server.pid)
         over_http = await measure(at_http_door, server.ready["http"], shape, server.pid)
@@ -154,6 +176,7 @@ async def _token_rows(report: Report, model: str, shape: Shape, cores: tuple[int
         ("grpc.aio echo", echo, echo),
         ("router, gRPC", over_grpc, echo),
         ("SSE writer", writer, writer),
+        ("FastAPI SSE", usual, writer),
         ("router, SSE", over_http, writer),
     ):
         report.rows.append(
