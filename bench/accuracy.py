@@ -114,9 +114,9 @@ class Variant:
 
     def _hand_off(self, wire: KVWire, blocks: np.ndarray, start: int, end: int) -> None:
         """There and back."""
+        place = wire.at(blocks, start, end)
         for layer in range(len(self.cache.layout.layers)):
-            packed = wire.pack(layer, blocks, start, end)
-            wire.unpack(layer, blocks, start, end, packed.numpy().data)
+            place.unpack(layer, place.pack(layer).numpy().data)
 
 
 def windows(folder: Path, num_windows: int, window_tokens: int) -> Iterator[Tensor]:

@@ -95,7 +95,7 @@ class PageSink:
 
     def _scatter(self, slices: Sequence[KVSlice]) -> None:
         for layer, token_start, token_end, data in slices:
-            self._wire.unpack(layer, self._block_table, token_start, token_end, data)
+            self._wire.at(self._block_table, token_start, token_end).unpack(layer, data)
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         """Nothing runs here."""

@@ -12,7 +12,7 @@ from engine.block_hash import BlockHash
 from engine.block_pool import BlockPool, CacheChanges
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
-from engine.kv_wire import Buffer, KVWire, kv_wire
+from engine.kv_wire import Buffer, KVPlace, KVWire, kv_wire
 from engine.logprobs import LogprobTensors, TokenLogprobs
 from engine.model import Model
 from engine.prompt_rows import PromptRows, book_prompt_logprobs, prompt_logprobs, prompt_rows, rows_of
@@ -167,12 +167,9 @@ class Engine:
         listener = self._listener
         if listener is None or sequence.request.run_until is not RunUntil.FIRST_TOKEN or start >= end:
             return
+        place = self._export_wire.at(sequence.block_table, start, end)
         for layer in range(len(self.layout.layers)):
-            self._export(listener, layer, sequence, start, end)
-
-    def _export(self, listener: KVListener, layer: int, sequence: Sequence, start: int, end: int) -> None:
-        packed = self._export_wire.pack(layer, sequence.block_table, start, end)
-        listener.on_layer(sequence.sequence_id, layer, start, end, packed)
+            listener.on_layer(sequence.sequence_id, layer, start, end, place.pack(layer))
 
     def remove(self, sequence_id: SequenceId) -> bool:
         """Cancels a request or lets a held one go, and frees its blocks. False: there is none."""
@@ -214,7 +211,7 @@ class Engine:
             return False
         if token_end > len(sequence.tokens):
             raise ValueError(f"KV of tokens up to {token_end} for a prompt of {len(sequence.tokens)}")
-        wire.unpack(layer, sequence.block_table, token_start, token_end, packed)
+        wire.at(sequence.block_table, token_start, token_end).unpack(layer, packed)
         return True
 
     def _importing(self, sequence_id: SequenceId) -> Sequence | None:
@@ -364,18 +361,19 @@ class Engine:
     def _hook(self, chunks: Rows[Chunk]) -> LayerHook | None:
         """Tells the listener of the chunks whose KV leaves this engine."""
         listener = self._listener
-        ready: list[tuple[Sequence, int, int]] = []
+        ready: list[tuple[SequenceId, int, int, KVPlace]] = []
         for chunk in chunks:
             request = chunk.sequence.request
             start = max(chunk.token_start, request.export_from)
             if request.run_until is RunUntil.FIRST_TOKEN and start < chunk.token_end:
-                ready.append((chunk.sequence, start, chunk.token_end))
+                place = self._export_wire.at(chunk.sequence.block_table, start, chunk.token_end)
+                ready.append((request.sequence_id, start, chunk.token_end, place))
         if listener is None or not ready:
             return None
 
         def hook(layer: int) -> None:
-            for sequence, start, end in ready:
-                self._export(listener, layer, sequence, start, end)
+            for sequence_id, start, end, place in ready:
+                listener.on_layer(sequence_id, layer, start, end, place.pack(layer))
 
         return hook
 

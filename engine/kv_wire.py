@@ -54,24 +54,31 @@ def spans(token_start: int, token_end: int, block_size: int) -> Iterator[Span]:
         yield Span(last, 1, slice(0, end))
 
 
-class KVWire(Protocol):
-    """Moves K and V between the pages of one cache and their packed form in one layout."""
+class KVPlace(Protocol):
+    """Some tokens of a sequence in the pages of a cache, and their packed form in one layout."""
 
-    def pack(self, layer: int, block_table: np.ndarray, token_start: int, token_end: int) -> Tensor:
-        """
+    def pack(self, layer: int) -> Tensor:
+        """Never waits for the device.
+
         Returns:
             [num_bytes] uint8, on the device of the cache, in memory of its own.
         """
         ...
 
-    def unpack(
-        self, layer: int, block_table: np.ndarray, token_start: int, token_end: int, packed: Buffer
-    ) -> None:
+    def unpack(self, layer: int, packed: Buffer) -> None:
         """Stores what `pack` made.
 
         Raises:
             ValueError: `packed` is not of the length that the layout gives it.
         """
+        ...
+
+
+class KVWire(Protocol):
+    """Moves K and V between the pages of one cache and one layout on the wire."""
+
+    def at(self, block_table: np.ndarray, token_start: int, token_end: int) -> KVPlace:
+        """What is the same in every layer is prepared here, once."""
         ...
 
 
@@ -90,39 +97,52 @@ class PageWire:
     """A KVWire whose layout is the cache's."""
 
     def __init__(self, cache: KVCache) -> None:
-        self._layout = cache.layout
-        self._device = cache.device
-        pages = HostPages if cache.device.type == "cpu" else DevicePages
-        self._pages = tuple(
-            tuple(pages(cache.pages(layer, index)) for index in range(len(tensors)))
-            for layer, tensors in enumerate(self._layout.layers)
+        self.layout = cache.layout
+        self.device = cache.device
+        kind = HostPages if cache.device.type == "cpu" else DevicePages
+        self.pages = tuple(
+            tuple(kind(cache.pages(layer, index)) for index in range(len(tensors)))
+            for layer, tensors in enumerate(self.layout.layers)
         )
 
-    def pack(self, layer: int, block_table: np.ndarray, token_start: int, token_end: int) -> Tensor:
-        num_bytes = (token_end - token_start) * self._layout.layer_token_bytes(layer)
-        packed = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        for pages, blocks, rows, start, end in self._parts(layer, block_table, token_start, token_end):
+    def at(self, block_table: np.ndarray, token_start: int, token_end: int) -> "PagePlace":
+        return PagePlace(self, block_table, token_start, token_end)
+
+
+class PagePlace:
+    """See KVPlace."""
+
+    def __init__(self, wire: PageWire, block_table: np.ndarray, token_start: int, token_end: int) -> None:
+        self._wire = wire
+        self._num_tokens = token_end - token_start
+        self._parts = tuple(
+            (self._blocks(block_table, span), span)
+            for span in spans(token_start, token_end, wire.layout.block_size)
+        )
+
+    def _blocks(self, block_table: np.ndarray, span: Span) -> Tensor:
+        blocks = block_table[span.first_block : span.first_block + span.num_blocks]
+        return torch.from_numpy(blocks).to(self._wire.device)
+
+    def pack(self, layer: int) -> Tensor:
+        num_bytes = self._num_tokens * self._wire.layout.layer_token_bytes(layer)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire.device)
+        for pages, blocks, rows, start, end in self._runs(layer):
             pages.read(blocks, rows, packed[start:end])
         return packed
 
-    def unpack(
-        self, layer: int, block_table: np.ndarray, token_start: int, token_end: int, packed: Buffer
-    ) -> None:
+    def unpack(self, layer: int, packed: Buffer) -> None:
         data = np.frombuffer(packed, np.uint8)
-        _check_length(data, (token_end - token_start) * self._layout.layer_token_bytes(layer))
-        for pages, blocks, rows, start, end in self._parts(layer, block_table, token_start, token_end):
+        _check_length(data, self._num_tokens * self._wire.layout.layer_token_bytes(layer))
+        for pages, blocks, rows, start, end in self._runs(layer):
             pages.write(blocks, rows, data[start:end])
 
-    def _parts(
-        self, layer: int, block_table: np.ndarray, token_start: int, token_end: int
-    ) -> Iterator[tuple["HostPages | DevicePages", np.ndarray, slice, int, int]]:
+    def _runs(self, layer: int) -> Iterator[tuple["HostPages | DevicePages", Tensor, slice, int, int]]:
         """Pages, the blocks and rows of them, and from where to where they lie in the packed form."""
         end = 0
-        parts = tuple(spans(token_start, token_end, self._layout.block_size))
-        for pages, form in zip(self._pages[layer], self._layout.layers[layer], strict=True):
-            for span in parts:
+        for pages, form in zip(self._wire.pages[layer], self._wire.layout.layers[layer], strict=True):
+            for blocks, span in self._parts:
                 start, end = end, end + span.num_tokens * form.token_bytes
-                blocks = block_table[span.first_block : span.first_block + span.num_blocks]
                 yield pages, blocks, span.rows, start, end
 
 
@@ -136,20 +156,20 @@ class HostPages:
         self._item = np.dtype((np.void, by_block.shape[1]))
         self._items = by_block.view(self._item)[:, 0]
 
-    def read(self, blocks: np.ndarray, rows: slice, into: Tensor) -> None:
+    def read(self, blocks: Tensor, rows: slice, into: Tensor) -> None:
         target = into.numpy()
         if self._are_whole(rows):
             # A mode that checks nothing: with checks numpy takes a buffer of its own.
-            np.take(self._items, blocks, out=target.view(self._item), mode="clip")
+            np.take(self._items, blocks.numpy(), out=target.view(self._item), mode="clip")
         else:
-            part = self._rows[blocks[0], :, rows]
+            part = self._rows[int(blocks[0]), :, rows]
             target.reshape(part.shape)[...] = part
 
-    def write(self, blocks: np.ndarray, rows: slice, data: np.ndarray) -> None:
+    def write(self, blocks: Tensor, rows: slice, data: np.ndarray) -> None:
         if self._are_whole(rows):
-            self._items[blocks] = data.view(self._item)
+            self._items[blocks.numpy()] = data.view(self._item)
         else:
-            part = self._rows[blocks[0], :, rows]
+            part = self._rows[int(blocks[0]), :, rows]
             part[...] = data.reshape(part.shape)
 
     def _are_whole(self, rows: slice) -> bool:
@@ -162,60 +182,70 @@ class DevicePages:
     def __init__(self, pages: Tensor) -> None:
         self._rows = pages.view(torch.uint8)
 
-    def read(self, blocks: np.ndarray, rows: slice, into: Tensor) -> None:
-        part = self._rows[:, :, rows].index_select(0, self._on_device(blocks))
+    def read(self, blocks: Tensor, rows: slice, into: Tensor) -> None:
+        part = self._rows[:, :, rows].index_select(0, blocks)
         into.view(part.shape).copy_(part)
 
-    def write(self, blocks: np.ndarray, rows: slice, data: np.ndarray) -> None:
+    def write(self, blocks: Tensor, rows: slice, data: np.ndarray) -> None:
         _, num_heads, _, row_bytes = self._rows.shape
-        part = self._on_device(data).view(len(blocks), num_heads, rows.stop - rows.start, row_bytes)
-        self._rows[:, :, rows].index_copy_(0, self._on_device(blocks), part)
-
-    def _on_device(self, data: np.ndarray) -> Tensor:
-        # torch has no tensors that may only be read: what is not writable is copied.
-        return torch.from_numpy(np.require(data, requirements="W")).to(self._rows.device)
+        part = _on_device(data, self._rows.device)
+        part = part.view(len(blocks), num_heads, rows.stop - rows.start, row_bytes)
+        self._rows[:, :, rows].index_copy_(0, blocks, part)
 
 
 class ConvertingWire:
-    """A KVWire between different layouts: through rows, a tensor at a time."""
+    """A KVWire between different layouts."""
 
     def __init__(self, cache: KVCache, layout: KVLayout) -> None:
-        self._cache = cache
-        self._layout = layout
+        self.cache = cache
+        self.layout = layout
 
-    def pack(self, layer: int, block_table: np.ndarray, token_start: int, token_end: int) -> Tensor:
-        cached, wire = self._cache.layout.layers[layer], self._layout.layers[layer]
-        slots = self._slots(block_table, token_start, token_end)
-        rows = tuple(self._cache.gather(layer, index, slots) for index in range(len(cached)))
-        parts = [
-            part
-            for tensor in convert(rows, cached, wire)
-            for part in _by_block(tensor, token_start, self._layout.block_size)
-        ]
-        return torch.cat(parts)
+    def at(self, block_table: np.ndarray, token_start: int, token_end: int) -> "ConvertedPlace":
+        return ConvertedPlace(self, block_table, token_start, token_end)
 
-    def unpack(
-        self, layer: int, block_table: np.ndarray, token_start: int, token_end: int, packed: Buffer
+
+class ConvertedPlace:
+    """See KVPlace: through rows, a tensor at a time."""
+
+    def __init__(
+        self, wire: ConvertingWire, block_table: np.ndarray, token_start: int, token_end: int
     ) -> None:
-        cached, wire = self._cache.layout.layers[layer], self._layout.layers[layer]
-        data = np.frombuffer(packed, np.uint8)
-        _check_length(data, (token_end - token_start) * self._layout.layer_token_bytes(layer))
-        rows: list[Tensor] = []
-        end = 0
-        for form in wire:
-            start, end = end, end + (token_end - token_start) * form.token_bytes
-            # A copy: torch has no tensors that may only be read.
-            tensor = torch.from_numpy(data[start:end].copy()).to(self._cache.device)
-            rows.append(_by_token(tensor, form, token_start, token_end, self._layout.block_size))
-        slots = self._slots(block_table, token_start, token_end)
-        for index, tensor in enumerate(convert(tuple(rows), wire, cached)):
-            self._cache.scatter(layer, index, slots, tensor)
-
-    def _slots(self, block_table: np.ndarray, token_start: int, token_end: int) -> Tensor:
+        self._cache = wire.cache
+        self._layout = wire.layout
+        self._tokens = (token_start, token_end)
         size = self._cache.layout.block_size
         positions = np.arange(token_start, token_end)
         slots = block_table[positions // size] * size + positions % size
-        return torch.from_numpy(slots).to(self._cache.device)
+        self._slots = torch.from_numpy(slots).to(self._cache.device)
+
+    def pack(self, layer: int) -> Tensor:
+        cached, wire = self._cache.layout.layers[layer], self._layout.layers[layer]
+        rows = tuple(self._cache.gather(layer, index, self._slots) for index in range(len(cached)))
+        parts = [
+            part
+            for tensor in convert(rows, cached, wire)
+            for part in _by_block(tensor, self._tokens[0], self._layout.block_size)
+        ]
+        return torch.cat(parts)
+
+    def unpack(self, layer: int, packed: Buffer) -> None:
+        cached, wire = self._cache.layout.layers[layer], self._layout.layers[layer]
+        data = np.frombuffer(packed, np.uint8)
+        num_tokens = len(self._slots)
+        _check_length(data, num_tokens * self._layout.layer_token_bytes(layer))
+        rows: list[Tensor] = []
+        end = 0
+        for form in wire:
+            start, end = end, end + num_tokens * form.token_bytes
+            tensor = _on_device(data[start:end], self._cache.device)
+            rows.append(_by_token(tensor, form, *self._tokens, self._layout.block_size))
+        for index, tensor in enumerate(convert(tuple(rows), wire, cached)):
+            self._cache.scatter(layer, index, self._slots, tensor)
+
+
+def _on_device(data: np.ndarray, device: torch.device) -> Tensor:
+    # torch has no tensors that may only be read: what is not writable is copied.
+    return torch.from_numpy(np.require(data, requirements="W")).to(device)
 
 
 def _check_length(data: np.ndarray, num_bytes: int) -> None:

@@ -38,8 +38,8 @@ class HostCopy(Protocol):
 class CudaCopy:
     """On a stream of its own, into pinned memory: the model's stream is not held up."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
 
     def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)

@@ -65,8 +65,8 @@ def test_what_one_cache_packs_another_unpacks(tokens: tuple[int, int], layout: K
     source, target = filled(layout), KVCache(layout, NUM_BLOCKS, CPU)
     ours, theirs = table(1), table(2)
     for layer in range(2):
-        packed = kv_wire(source, layout).pack(layer, ours, *tokens)
-        kv_wire(target, layout).unpack(layer, theirs, *tokens, packed.numpy().tobytes())
+        packed = kv_wire(source, layout).at(ours, *tokens).pack(layer)
+        kv_wire(target, layout).at(theirs, *tokens).unpack(layer, packed.numpy().tobytes())
     others = [token for token in range(NUM_BLOCKS * layout.block_size) if token not in range(*tokens)]
     for layer in range(2):
         for index in range(len(layout.layers[layer])):
@@ -81,7 +81,7 @@ def test_packed_bytes_are_heads_of_each_block_in_turn() -> None:
     blocks = table(1)
     key = rows_of(cache, 0, 0, blocks, 3, 9)
     expected = [key[:1], key[1:5], key[5:]]
-    packed = kv_wire(cache, EXACT).pack(0, blocks, 3, 9)[: 6 * 3 * 8 * 4].view(torch.float32)
+    packed = kv_wire(cache, EXACT).at(blocks, 3, 9).pack(0)[: 6 * 3 * 8 * 4].view(torch.float32)
     assert torch.equal(packed, torch.cat([part.transpose(0, 1).reshape(-1) for part in expected]))
 
 
@@ -89,8 +89,8 @@ def test_packed_bytes_are_heads_of_each_block_in_turn() -> None:
 def test_block_sizes_may_differ(tokens: tuple[int, int], ours: int, theirs: int) -> None:
     source = filled(replace(EXACT, block_size=max(ours, 3)))
     target = KVCache(replace(EXACT, block_size=max(theirs, 3)), NUM_BLOCKS, CPU)
-    packed = kv_wire(source, source.layout).pack(1, table(1), *tokens)
-    kv_wire(target, source.layout).unpack(1, table(2), *tokens, packed.numpy().data)
+    packed = kv_wire(source, source.layout).at(table(1), *tokens).pack(1)
+    kv_wire(target, source.layout).at(table(2), *tokens).unpack(1, packed.numpy().data)
     for index in range(2):
         there = rows_of(target, 1, index, table(2), *tokens)
         assert torch.equal(there, rows_of(source, 1, index, table(1), *tokens))
@@ -102,11 +102,11 @@ def test_dtypes_are_converted_to_within_the_coarser_ones_step(source: KVLayout, 
     assert convertible(source.layers[0], target.layers[0])
     sender, receiver = filled(source), KVCache(target, NUM_BLOCKS, CPU)
     exact = filled(EXACT)
-    packed = kv_wire(sender, source).pack(0, table(1), 2, 15)
-    kv_wire(receiver, source).unpack(0, table(2), 2, 15, packed.numpy().data)
+    packed = kv_wire(sender, source).at(table(1), 2, 15).pack(0)
+    kv_wire(receiver, source).at(table(2), 2, 15).unpack(0, packed.numpy().data)
     read_back = KVCache(EXACT, NUM_BLOCKS, CPU)
-    again = kv_wire(receiver, EXACT).pack(0, table(2), 2, 15)
-    kv_wire(read_back, EXACT).unpack(0, table(3), 2, 15, again.numpy().data)
+    again = kv_wire(receiver, EXACT).at(table(2), 2, 15).pack(0)
+    kv_wire(read_back, EXACT).at(table(3), 2, 15).unpack(0, again.numpy().data)
     for index in range(2):
         values = rows_of(exact, 0, index, table(1), 2, 15)
         error = (rows_of(read_back, 0, index, table(3), 2, 15) - values).abs().amax(-1)
@@ -116,15 +116,15 @@ def test_dtypes_are_converted_to_within_the_coarser_ones_step(source: KVLayout, 
 def test_a_sender_compresses_into_the_wires_dtype() -> None:
     """What a cache in 8 bits would hold is what comes."""
     compressed = in_dtype(EXACT, "int8")
-    packed = kv_wire(filled(EXACT), compressed).pack(0, table(1), 3, 14)
-    assert torch.equal(packed, kv_wire(filled(compressed), compressed).pack(0, table(1), 3, 14))
+    packed = kv_wire(filled(EXACT), compressed).at(table(1), 3, 14).pack(0)
+    assert torch.equal(packed, kv_wire(filled(compressed), compressed).at(table(1), 3, 14).pack(0))
 
 
 @pytest.mark.parametrize("layout", [EXACT, in_dtype(EXACT, "int8")], ids=lambda layout: layout.dtype)
 def test_bytes_of_another_length_are_refused_and_nothing_is_written(layout: KVLayout) -> None:
     target = KVCache(EXACT, NUM_BLOCKS, CPU)
     with pytest.raises(ValueError, match="the layout says"):
-        kv_wire(target, layout).unpack(0, table(2), 0, 8, bytes(100))
+        kv_wire(target, layout).at(table(2), 0, 8).unpack(0, bytes(100))
     assert not target.pages(0, 0).any()
 
 
@@ -133,15 +133,15 @@ def test_pages_on_a_device_move_as_those_on_the_host(tokens: tuple[int, int]) ->
     """The same operations as on CUDA, here on a CPU."""
     source = filled(EXACT)
     wire = PageWire(source)
-    expected = wire.pack(0, table(1), *tokens)
-    wire._pages = tuple(
+    expected = wire.at(table(1), *tokens).pack(0)
+    wire.pages = tuple(
         tuple(DevicePages(source.pages(layer, index)) for index in range(2)) for layer in range(2)
     )
-    assert torch.equal(wire.pack(0, table(1), *tokens), expected)
+    assert torch.equal(wire.at(table(1), *tokens).pack(0), expected)
     target = KVCache(EXACT, NUM_BLOCKS, CPU)
     there = PageWire(target)
-    there._pages = tuple(
+    there.pages = tuple(
         tuple(DevicePages(target.pages(layer, index)) for index in range(2)) for layer in range(2)
     )
-    there.unpack(0, table(2), *tokens, expected.numpy().tobytes())
-    assert torch.equal(PageWire(target).pack(0, table(2), *tokens), expected)
+    there.at(table(2), *tokens).unpack(0, expected.numpy().tobytes())
+    assert torch.equal(PageWire(target).at(table(2), *tokens).pack(0), expected)
