@@ -146,6 +146,9 @@ class WorkerServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 # A prompt of a million tokens is a Submit of a few MB.
                 ("grpc.max_receive_message_length", 64 << 20),
+                # Every hand-off is a call: gRPC would cancel some at random beyond 1000 not taken up.
+                ("grpc.server.max_pending_requests", 1 << 20),
+                ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
             ]
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, server)
