@@ -20,6 +20,7 @@ from deploy.core_claims import CoreClaim, this_machine
 from deploy.cores import WAIT_PASSIVELY, ray_cpus, ray_gpus
 from deploy.ray_directory import RayWorkerDirectory
 from deploy.serve_api import APPLICATION, ROUTER
+from router import long_lived_heap
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 from worker.process import configure_threads
@@ -104,6 +105,7 @@ class RouterReplica:
         self._drain_limit_s = config.drain_limit_s
         self._server: RouterServer = await RouterServer.start(config, RayWorkerDirectory(APPLICATION))
         self._failed = asyncio.create_task(self._server.failed())
+        long_lived_heap.settle()
 
     def record_replica_metadata(self) -> dict[str, str]:
         return {

@@ -66,7 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         "decode workers.",
     )
     parser.add_argument(
-        "--model", required=True, metavar="NAME|DIR", help="A model's name, or its local Hugging Face folder."
+        "--model",
+        default="smollm2-135m",
+        metavar="NAME|DIR",
+        help="A model's name, or its local Hugging Face folder; only its tokenizer is read. "
+        "Default: smollm2-135m.",
     )
     for name, field in RouterConfig.model_fields.items():
         if name != _MODEL_FIELD:

@@ -102,10 +102,10 @@ def main(program: str, description: str, worker_class: Callable[[], type["Worker
         failed = uvloop.run(_serve(served, options))
     except (OSError, ModelError, TransferConfigError) as error:
         sys.exit(f"{program}: {error}")
-    if failed:
-        # The engine's thread may hang where nothing can end it but the process's end.
-        logging.shutdown()
-        os._exit(1)
+    # A thread may hang in a device or a library, where an interpreter that ends in order waits or aborts.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)
 
 
 def _parse(program: str, description: str) -> WorkerOptions:

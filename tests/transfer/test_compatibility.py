@@ -69,9 +69,7 @@ def test_what_cannot_be_converted_is_refused_with_both_values(theirs: KVLayout, 
 
 def test_a_frame_limit_below_one_block_is_refused_when_a_worker_starts() -> None:
     check_frame_limit(make_layout(), 304)
-    with pytest.raises(
-        TransferConfigError, match="4 tokens needs 304 bytes in one layer, not 303"
-    ):
+    with pytest.raises(TransferConfigError, match="4 tokens needs 304 bytes in one layer, not 303"):
         check_frame_limit(make_layout(), 303)
 
 
