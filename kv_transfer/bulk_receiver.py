@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import grpc
@@ -10,6 +11,8 @@ from kv_transfer.bulk import SlotReader, SlotTerms, TransportFailed
 from kv_transfer.frame import DamagedFrame, Frame, checksum
 from kv_transfer.messages import TransferId
 from protos import kv_pb2
+
+log = logging.getLogger(__name__)
 
 BulkContext = grpc.aio.ServicerContext[kv_pb2.BulkMessage, kv_pb2.BulkReply]
 
@@ -129,18 +132,13 @@ class BulkReceiver:
             self._fail("the stream Bulk ended")
 
     async def _read_messages(self, context: BulkContext) -> None:
-        """
-        Raises:
-            TransportFailed: the sender broke the rules.
-        """
         try:
             while isinstance(message := await context.read(), kv_pb2.BulkMessage):
                 self._take(message)
         except grpc.aio.BaseError as error:
-            self._fail(f"the stream Bulk broke: {error}")
+            log.info("the stream Bulk broke: %s", error)
         except TransportFailed as error:
             self._fail(str(error))
-            raise
 
     def give_back(self, slot: int) -> None:
         self._announced.remove(slot)
