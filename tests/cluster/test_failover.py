@@ -1,12 +1,15 @@
 """Real workers that are lost at any point: the text is the one of an undisturbed run."""
 
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench.transcript import Transcript, transcribe
+from engine.engine import Engine
 from protos.inference_pb2 import GenerateRequest, Grammar
 from tests.cluster.failures import Failure, How, Point, Role, lose
 from tests.cluster.local_cluster import LocalCluster, local_cluster, token_request
@@ -76,6 +79,17 @@ async def lose_during_the_hand_off(
     await cluster.wait_clean()
 
 
+def slow_down(cluster: LocalCluster) -> None:
+    """Steps take so long that no worker is far ahead of what its client has read."""
+    for worker in cluster.workers:
+        worker.engine._step = partial(_slow_step, worker.engine._step)
+
+
+def _slow_step(step: Callable[[Engine], bool], engine: Engine) -> bool:
+    time.sleep(0.03)
+    return step(engine)
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("first", [1, 2, 7])
 async def test_workers_that_die_one_after_the_other_until_one_is_left(
@@ -83,6 +97,7 @@ async def test_workers_that_die_one_after_the_other_until_one_is_left(
 ) -> None:
     """Conformance 11, 14 and 20: after `first` tokens, and then every four, the one that decodes dies."""
     undisturbed = await transcribe(cluster.client, REQUESTS[kind])
+    slow_down(cluster)
     left = dict(zip(cluster.workers, (*cluster.prefill_proxies, *cluster.proxies), strict=True))
     told, next_death = Transcript(), first
     async for response in cluster.client.Generate(uncached(REQUESTS[kind]), timeout=60):
