@@ -80,6 +80,7 @@ class RegisteredSlots:
         _ABANDONED.append(self._memory)
 
 
+# What stays mapped.
 _ABANDONED: list[mmap.mmap] = []
 
 

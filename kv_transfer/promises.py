@@ -16,7 +16,7 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Runs what waits for others in a thread that nothing waits for.
 
     Returns:
-        Ends with what `work` returned, or with TransportFailed if it raised OSError or RuntimeError.
+        Ends with what `work` returned, or with TransportFailed if it raised.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -24,7 +24,8 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     def run() -> None:
         try:
             result = work()
-        except (OSError, RuntimeError) as error:
+        # Libraries have errors of their own, without a common base.
+        except Exception as error:
             failed = TransportFailed(f"{name}: {str(error).partition(chr(10))[0]}")
             _tell(loop, lambda: None if done.done() else done.set_exception(failed))
         else:
