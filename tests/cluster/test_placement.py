@@ -117,11 +117,9 @@ async def test_short_prompts_do_not_wait_behind_long_ones(tiny_model: Path) -> N
                 pass
 
         async with asyncio.TaskGroup() as group:
-            for seed in range(5):
-                group.create_task(first_token(480, seed))
-            group.create_task(first_token(20, seed=50))
-            seen = 0
-            while len(worker.legs) < 6:
-                seen = await cluster.router.fleet.next_change(seen)
+            tasks = [group.create_task(first_token(480, seed)) for seed in range(5)]
+            tasks.append(group.create_task(first_token(20, seed=50)))
+            while len(worker.legs) < len(tasks):
+                await asyncio.wait(tasks, timeout=0.01)
             began.set()
         assert computed.index(20) < len(computed) / 2
