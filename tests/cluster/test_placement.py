@@ -103,7 +103,8 @@ async def test_more_than_fits_is_refused_and_the_rest_is_right(
 async def test_short_prompts_do_not_wait_behind_long_ones(tiny_model: Path) -> None:
     """Conformance 21, on one prefill worker, which begins when all of them are there."""
     async with local_cluster(tiny_model, block_size=BLOCK_SIZE, step_tokens=32) as cluster:
-        # The session's own questions to the engine are answered before it is held. All five are let in at once.
+        # The session's own questions to the engine are answered before it is held; all five are let in at
+        # once.
         await cluster.generate(token_request(prompt_of(20, seed=60), 2, ignore_eos=True))
         worker = cluster.prefill[0]
         began = threading.Event()
