@@ -288,7 +288,7 @@ def report_of(title: str, tally: Tally) -> Report:
 
 def main(
     handoffs: Annotated[int, typer.Option("--count", help="Hand-offs.")] = 10_000,
-    transport: Annotated[str, typer.Option(help="auto, shm, gloo or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, gloo, nixl or grpc.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the disturbances.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also writes the figures there.")] = None,
 ) -> None:

@@ -21,7 +21,8 @@ class EngineConfig(BaseModel):
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.")
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto",
-        description="Of K and V in the cache and in hand-offs, the same in both pools. auto: the model's. "
+        description="Of K and V in the cache, and in hand-offs unless kv_wire_dtype says otherwise; the "
+        "same in both pools, or the receiver needs kv_conversion. auto: the model's. "
         "int8, fp8: a scale for each token and head beside 8-bit values, about half of bfloat16's bytes.",
     )
     kv_wire_dtype: Literal["cached", "bfloat16", "int8", "fp8"] = Field(

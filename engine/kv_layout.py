@@ -39,7 +39,7 @@ class KVLayout:
 
     Attributes:
         model_fingerprint: hex digest of the model's configuration and weights.
-        dtype: of K and V as cached, for people; a tensor's own dtype is what counts.
+        dtype: of K and V, by which routers pair workers; a tensor's own dtype is what its bytes have.
         block_size: tokens in a block.
         layers: the tensors of each layer, in wire order.
     """

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from engine.kv_layout import KVLayout
@@ -46,6 +47,14 @@ class Frame:
     @property
     def payload_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    def copy_payload(self, slot: np.ndarray) -> None:
+        """`slot`: [at least payload_bytes] uint8."""
+        end = 0
+        for part in self.parts:
+            start, end = end, end + part.nbytes
+            # numpy lets other threads run meanwhile; a memoryview's copy does not.
+            np.copyto(slot[start:end], np.frombuffer(part, np.uint8))
 
 
 class KVSlice(NamedTuple):

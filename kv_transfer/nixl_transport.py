@@ -205,11 +205,8 @@ class NixlWriter:
     def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
         moved = self._moving.make()
         if not moved.done():
-            target, end = self._staging[slot], 0
-            for part in frame.parts:
-                start, end = end, end + part.nbytes
-                np.copyto(target[start:end], np.frombuffer(part, np.uint8))
-            self._driver.do(partial(self._post, slot, end, moved))
+            frame.copy_payload(self._staging[slot])
+            self._driver.do(partial(self._post, slot, frame.payload_bytes, moved))
         return moved
 
     def close(self) -> None:

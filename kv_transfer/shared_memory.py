@@ -166,11 +166,7 @@ class SharedMemoryWriter:
         self._slots = _Slots(memory, terms)
 
     def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
-        target, end = self._slots[slot], 0
-        for part in frame.parts:
-            start, end = end, end + part.nbytes
-            # numpy lets other threads run meanwhile; a memoryview's copy does not.
-            np.copyto(target[start:end], np.frombuffer(part, np.uint8))
+        frame.copy_payload(self._slots[slot])
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         written.set_result(None)
         return written

@@ -47,7 +47,15 @@ def make_http_door(
     door.add_middleware(HttpRequestIds)
     # The last one added is the outermost.
     door.add_middleware(ServerSend)
+    _serve_answers(door, service, tool_style)
+    _serve_tokens(door, service, tool_style)
+    _serve_models(door, service)
+    _serve_operators(door, service, tool_style)
+    _explain_errors(door)
+    return door
 
+
+def _serve_answers(door: FastAPI, service: GenerationService, tool_style: ToolStyle | None) -> None:
     @door.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = _Asked.now(request)
@@ -67,6 +75,8 @@ def make_http_door(
             return BatchResponse(service, body, drafts, head)
         return OpenAIResponse(service, body, drafts[0], TextShape(head))
 
+
+def _serve_tokens(door: FastAPI, service: GenerationService, tool_style: ToolStyle | None) -> None:
     @door.post("/tokenize")
     async def tokens_of(request: Request) -> Response:
         body = read_tokenize(await _read_body(request))
@@ -83,6 +93,8 @@ def make_http_door(
         text = await detokenize(service, "tokens", body.model, body.tokens)
         return _json(DetokenizeAnswer(prompt=text))
 
+
+def _serve_models(door: FastAPI, service: GenerationService) -> None:
     @door.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(service)]})
@@ -92,6 +104,8 @@ def make_http_door(
         service.check_model(name)
         return JSONResponse(_model(service))
 
+
+def _serve_operators(door: FastAPI, service: GenerationService, tool_style: ToolStyle | None) -> None:
     @door.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if service.is_ready else 503)
@@ -114,6 +128,8 @@ def make_http_door(
     async def explain_past(request_id: str) -> Response:
         return JSONResponse([dataclasses.asdict(each) for each in service.explain_past(request_id)])
 
+
+def _explain_errors(door: FastAPI) -> None:
     @door.exception_handler(RequestError)
     async def on_request_error(request: Request, error: RequestError) -> Response:
         request_id = request_id_of(request)
@@ -134,8 +150,6 @@ def make_http_door(
         defect = RequestError(ErrorCode.INTERNAL, "the router failed; its log says why")
         # Starlette answers outside of all middleware.
         return error_response(defect, request_id, {HEADER: request_id})
-
-    return door
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from engine.kv_layout import KVLayout, TensorLayout
 from engine.kv_quantization import quantized_layers
-from kv_transfer.frame import KVSlice
+from kv_transfer.frame import Frame, KVSlice
 from kv_transfer.packer import KVPiece
 
 
@@ -53,6 +53,13 @@ def write_slice(kv: list[list[np.ndarray]], piece: KVSlice, layout: KVLayout) ->
             rows[start:end] = (
                 part.reshape(form.num_heads, end - start, -1).transpose(1, 0, 2).reshape(end - start, -1)
             )
+
+
+def frame_of(payload: bytes, num_parts: int = 1) -> Frame:
+    """Any frame with that payload, in so many parts."""
+    size = len(payload) // num_parts
+    parts = tuple(memoryview(payload[start : start + size]) for start in range(0, len(payload), size))
+    return Frame(0, 0, 1, 0, 1, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ import torch
 
 from kv_transfer.bulk import TransportFailed
 from kv_transfer.distributed_transport import DistributedTransport, GroupReader, GroupWriter
-from kv_transfer.frame import Frame
 from kv_transfer.messages import Accepted
 from kv_transfer.peers import PeerAddress
 from kv_transfer.transport_choice import TransportName, Transports, transports_for
 from protos import kv_pb2
 from tests.transfer.conftest import EPOCH, SLOTS, Receiver, Wire
-from tests.transfer.prompts import Prompt, make_layout
+from tests.transfer.prompts import Prompt, frame_of, make_layout
 
 TOKEN = b"of this pair"
 
@@ -35,12 +34,6 @@ async def ends() -> AsyncIterator[tuple[GroupWriter, GroupReader]]:
     yield writer, reader
     writer.close()
     reader.close()
-
-
-def frame_of(payload: bytes, num_parts: int = 1) -> Frame:
-    size = len(payload) // num_parts
-    parts = tuple(memoryview(payload[start : start + size]) for start in range(0, len(payload), size))
-    return Frame(0, 0, 1, 0, 1, parts)
 
 
 async def test_payloads_arrive_in_the_order_in_which_they_were_begun(

@@ -9,8 +9,7 @@ from kv_transfer.bulk import TransportFailed
 from kv_transfer.nixl_transport import NixlReader, NixlTransport, NixlWriter, is_available
 from protos import kv_pb2
 from tests.transfer.conftest import SLOTS
-from tests.transfer.prompts import make_layout
-from tests.transfer.test_distributed_transport import frame_of
+from tests.transfer.prompts import frame_of, make_layout
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the extra nixl is missing")
 
