@@ -12,7 +12,7 @@ from engine.block_hash import BlockHash
 from engine.block_pool import BlockPool, CacheChanges
 from engine.kv_cache import KVCache
 from engine.kv_layout import KVLayout
-from engine.kv_wire import Buffer, KVPlace, KVWire, kv_wire
+from engine.kv_wire import KVPlace, KVWire, Packed, kv_wire
 from engine.logprobs import LogprobTensors, TokenLogprobs
 from engine.model import Model
 from engine.prompt_rows import PromptRows, book_prompt_logprobs, prompt_logprobs, prompt_rows, rows_of
@@ -193,7 +193,7 @@ class Engine:
         layer: int,
         token_start: int,
         token_end: int,
-        packed: Buffer,
+        packed: Packed,
     ) -> bool:
         """Writes a layer's KV of tokens [token_start, token_end) into an importing sequence's blocks.
 
@@ -213,6 +213,11 @@ class Engine:
             raise ValueError(f"KV of tokens up to {token_end} for a prompt of {len(sequence.tokens)}")
         wire.at(sequence.block_table, token_start, token_end).unpack(layer, packed)
         return True
+
+    def wait_for_device(self) -> None:
+        """Returns when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _importing(self, sequence_id: SequenceId) -> Sequence | None:
         samples = self._sequences.get(sequence_id, [])

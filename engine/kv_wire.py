@@ -17,7 +17,9 @@ from engine.kv_cache import KVCache
 from engine.kv_conversion import convert
 from engine.kv_layout import KVLayout, TensorLayout
 
-Buffer = bytes | bytearray | memoryview
+# A tensor: [num_bytes] uint8, on any device.
+Packed = bytes | bytearray | memoryview | Tensor
+View = memoryview | Tensor
 
 
 class Span(NamedTuple):
@@ -65,8 +67,8 @@ class KVPlace(Protocol):
         """
         ...
 
-    def unpack(self, layer: int, packed: Buffer) -> None:
-        """Stores what `pack` made.
+    def unpack(self, layer: int, packed: Packed) -> None:
+        """Stores what `pack` made. A device may still be at it when this returns.
 
         Raises:
             ValueError: `packed` is not of the length that the layout gives it.
@@ -131,9 +133,8 @@ class PagePlace:
             pages.read(blocks, rows, packed[start:end])
         return packed
 
-    def unpack(self, layer: int, packed: Buffer) -> None:
-        data = np.frombuffer(packed, np.uint8)
-        _check_length(data, self._num_tokens * self._wire.layout.layer_token_bytes(layer))
+    def unpack(self, layer: int, packed: Packed) -> None:
+        data = _view(packed, self._num_tokens * self._wire.layout.layer_token_bytes(layer))
         for pages, blocks, rows, start, end in self._runs(layer):
             pages.write(blocks, rows, data[start:end])
 
@@ -165,12 +166,13 @@ class HostPages:
             part = self._rows[int(blocks[0]), :, rows]
             target.reshape(part.shape)[...] = part
 
-    def write(self, blocks: Tensor, rows: slice, data: np.ndarray) -> None:
+    def write(self, blocks: Tensor, rows: slice, data: View) -> None:
+        source = data.cpu().numpy() if isinstance(data, Tensor) else np.frombuffer(data, np.uint8)
         if self._are_whole(rows):
-            self._items[blocks.numpy()] = data.view(self._item)
+            self._items[blocks.numpy()] = source.view(self._item)
         else:
             part = self._rows[int(blocks[0]), :, rows]
-            part[...] = data.reshape(part.shape)
+            part[...] = source.reshape(part.shape)
 
     def _are_whole(self, rows: slice) -> bool:
         return rows.stop - rows.start == self._block_size
@@ -186,7 +188,7 @@ class DevicePages:
         part = self._rows[:, :, rows].index_select(0, blocks)
         into.view(part.shape).copy_(part)
 
-    def write(self, blocks: Tensor, rows: slice, data: np.ndarray) -> None:
+    def write(self, blocks: Tensor, rows: slice, data: View) -> None:
         _, num_heads, _, row_bytes = self._rows.shape
         part = _on_device(data, self._rows.device)
         part = part.view(len(blocks), num_heads, rows.stop - rows.start, row_bytes)
@@ -228,11 +230,10 @@ class ConvertedPlace:
         ]
         return torch.cat(parts)
 
-    def unpack(self, layer: int, packed: Buffer) -> None:
+    def unpack(self, layer: int, packed: Packed) -> None:
         cached, wire = self._cache.layout.layers[layer], self._layout.layers[layer]
-        data = np.frombuffer(packed, np.uint8)
         num_tokens = len(self._slots)
-        _check_length(data, num_tokens * self._layout.layer_token_bytes(layer))
+        data = _view(packed, num_tokens * self._layout.layer_token_bytes(layer))
         rows: list[Tensor] = []
         end = 0
         for form in wire:
@@ -243,14 +244,23 @@ class ConvertedPlace:
             self._cache.scatter(layer, index, self._slots, tensor)
 
 
-def _on_device(data: np.ndarray, device: torch.device) -> Tensor:
+def _view(packed: Packed, num_bytes: int) -> View:
+    """What can be cut without a copy.
+
+    Raises:
+        ValueError: it has another length.
+    """
+    view = packed if isinstance(packed, Tensor) else memoryview(packed)
+    if view.nbytes != num_bytes:
+        raise ValueError(f"{view.nbytes} bytes of K and V, the layout says {num_bytes}")
+    return view
+
+
+def _on_device(data: View, device: torch.device) -> Tensor:
+    if isinstance(data, Tensor):
+        return data.to(device)
     # torch has no tensors that may only be read: what is not writable is copied.
-    return torch.from_numpy(np.require(data, requirements="W")).to(device)
-
-
-def _check_length(data: np.ndarray, num_bytes: int) -> None:
-    if len(data) != num_bytes:
-        raise ValueError(f"{len(data)} bytes of K and V, the layout says {num_bytes}")
+    return torch.from_numpy(np.require(np.frombuffer(data, np.uint8), requirements="W")).to(device)
 
 
 def _by_block(rows: Tensor, token_start: int, block_size: int) -> Iterator[Tensor]:

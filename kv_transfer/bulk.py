@@ -6,10 +6,11 @@ One *bulk* serves one pair of workers for one pair epoch. Its words go over the 
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 from engine.kv_layout import KVLayout
-from kv_transfer.frame import Frame
+from kv_transfer.frame import Frame, Payload
 from protos import kv_pb2
 
 
@@ -25,18 +26,36 @@ class SlotTerms:
     slot_bytes: int
 
 
+class Memory(Enum):
+    """Where payloads lie: what a way for frames takes, and what it delivers."""
+
+    HOST = auto()
+    # Of the engine.
+    DEVICE = auto()
+
+
+class Departure(NamedTuple):
+    """A payload on its way into a slot. Neither is ever cancelled: what was begun moves, and is announced.
+
+    Attributes:
+        checksum: the frame is announced as soon as it is known; in the order in which frames were begun.
+        left: ends when the frame's memory is read no more, or with TransportFailed.
+    """
+
+    checksum: asyncio.Future[int]
+    left: asyncio.Future[None]
+
+
 class SlotWriter(Protocol):
     """The slots of one bulk, at the sender."""
 
-    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
+    @property
+    def memory(self) -> Memory: ...
+
+    def start(self, slot: int, frame: Frame) -> Departure:
         """Begins to move a payload into a slot that a credit is in hand for.
 
-        Called in the order in which the frames are announced; the announcement follows without an await
-        between, so what was begun is always announced.
-
-        Returns:
-            Ends when the frame's memory is read no more, or with TransportFailed. Never cancelled: the
-            bytes of a hand-off that is over move all the same.
+        The bytes of a hand-off that is over move all the same.
         """
         ...
 
@@ -48,7 +67,7 @@ class SlotWriter(Protocol):
 class SlotReader(Protocol):
     """The slots of one bulk, at the receiver."""
 
-    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[memoryview]:
+    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[Payload]:
         """Begins to receive a payload. Called in the order of the announcements, for every one of them.
 
         Returns:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from kv_transfer.bulk import SlotReader, SlotTerms, TransportFailed
-from kv_transfer.frame import DamagedFrame, Frame, checksum
+from kv_transfer.frame import DamagedFrame, Frame, Payload, checksum
 from kv_transfer.messages import TransferId
 from protos import kv_pb2
 
@@ -23,7 +23,7 @@ class SlotArrival:
     The sender can still write the slot: so the checksum is taken after the scatter, over the same bytes.
     """
 
-    def __init__(self, bulk: "BulkReceiver", announced: kv_pb2.FrameAnnounced, payload: memoryview) -> None:
+    def __init__(self, bulk: "BulkReceiver", announced: kv_pb2.FrameAnnounced, payload: Payload) -> None:
         self._bulk = bulk
         self._slot = announced.slot
         self._checksum = announced.checksum
@@ -36,8 +36,10 @@ class SlotArrival:
             (payload,),
         )
 
-    def check(self) -> None:
-        if checksum(self.frame) != self._checksum:
+    async def check(self) -> None:
+        is_waited_for = self.frame.is_on_device
+        found = await asyncio.to_thread(checksum, self.frame) if is_waited_for else checksum(self.frame)
+        if found != self._checksum:
             raise DamagedFrame(f"{self.frame}: the checksum does not match the bytes")
 
     def release(self) -> None:
@@ -47,7 +49,7 @@ class SlotArrival:
 @dataclass(frozen=True, slots=True)
 class _Coming:
     announced: kv_pb2.FrameAnnounced
-    payload: asyncio.Future[memoryview]
+    payload: asyncio.Future[Payload]
 
 
 class BulkInbox:
@@ -187,7 +189,7 @@ class BulkReceiver:
             if inbox is not None:
                 inbox.put(None)
 
-    def _on_payload(self, payload: asyncio.Future[memoryview]) -> None:
+    def _on_payload(self, payload: asyncio.Future[Payload]) -> None:
         if (error := payload.exception()) is not None:
             self._fail(str(error))
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+from functools import partial
 from typing import Self
 
 import grpc
 
 from kv_transfer.bulk import BulkOffer, SlotTerms, SlotWriter, TransportFailed
-from kv_transfer.frame import Frame, checksum
+from kv_transfer.frame import Frame
 from kv_transfer.messages import TransferId
 from protos import kv_pb2, kv_pb2_grpc
 
@@ -23,12 +24,14 @@ class BulkSender:
     under way than the receiver has slots for.
 
     Attributes:
+        memory: where the payloads of its frames must lie.
         broken: resolves, with a detail, when the pair must be built again; not by `close`.
     """
 
     def __init__(self, transport: str, call: BulkCall, writer: SlotWriter, ready: kv_pb2.BulkReady) -> None:
         self.transport = transport
         self.token = ready.token
+        self.memory = writer.memory
         self.terms = SlotTerms(ready.num_slots, ready.slot_bytes)
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._call = call
@@ -84,18 +87,21 @@ class BulkSender:
         slot = await self._take_slot()
         self._held.add(slot)
         try:
-            moving = self._writer.start(slot, frame)
+            departure = self._writer.start(slot, frame)
         except TransportFailed as error:
             self._break(str(error))
             raise
-        moving.add_done_callback(self._on_moved)
-        self._announce(transfer, slot, frame)
+        departure.left.add_done_callback(self._on_left)
+        if departure.checksum.done():
+            self._announce(transfer, slot, frame, departure.checksum)
+        else:
+            departure.checksum.add_done_callback(partial(self._announce, transfer, slot, frame))
         # The words go out before the next frame is begun.
         await asyncio.sleep(0)
-        return moving
+        return departure.left
 
-    def _on_moved(self, moving: asyncio.Future[None]) -> None:
-        if (error := moving.exception()) is not None:
+    def _on_left(self, left: asyncio.Future[None]) -> None:
+        if (error := left.exception()) is not None:
             self._break(str(error))
 
     def finish(self, transfer: TransferId) -> None:
@@ -119,7 +125,9 @@ class BulkSender:
             raise TransportFailed("the pair is broken")
         return slot
 
-    def _announce(self, transfer: TransferId, slot: int, frame: Frame) -> None:
+    def _announce(self, transfer: TransferId, slot: int, frame: Frame, checksum: asyncio.Future[int]) -> None:
+        if checksum.exception() is not None:
+            return  # `_on_left` breaks the pair
         self._outbox.frames.append(
             kv_pb2.FrameAnnounced(
                 transfer=kv_pb2.TransferId(session=transfer.session, number=transfer.number),
@@ -130,7 +138,7 @@ class BulkSender:
                 token_start=frame.token_start,
                 token_count=frame.token_count,
                 payload_bytes=frame.payload_bytes,
-                checksum=checksum(frame),
+                checksum=checksum.result(),
             )
         )
         self._has_words.set()

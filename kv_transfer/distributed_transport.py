@@ -4,7 +4,7 @@ One group of two ranks for each pair and epoch: the receiver is rank 0 and hosts
 tags, so what was announced is always sent and always received; what was cancelled meanwhile goes to scrap.
 Only a failure aborts a group; the pair then gets another one under its next epoch.
 
-Neither encrypts, and both trust the network.
+gloo moves memory of the host, nccl that of GPUs. Neither encrypts, and both trust the network.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ import torch
 import torch.distributed
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotTerms
-from kv_transfer.frame import Frame
-from kv_transfer.process_group import KINDS, Meeting, ProcessGroup, Wait
-from kv_transfer.promises import Promises, in_thread
+from kv_transfer.bulk import Departure, Memory, SlotTerms
+from kv_transfer.device_sealer import DeviceSealer, Sealed
+from kv_transfer.frame import Frame, Payload, checksum
+from kv_transfer.process_group import GlooKind, Kind, Meeting, NcclKind, ProcessGroup, Wait
+from kv_transfer.promises import Promises, in_thread, kept, then
 from protos import kv_pb2
 
 T = TypeVar("T")
 
 
-def is_available(name: Literal["gloo", "nccl"]) -> bool:
-    """Whether this process can have such a group."""
+def is_available(name: Literal["gloo", "nccl"], device: torch.device) -> bool:
+    """Whether this process can have such a group for K and V of `device`."""
     if name == "gloo":
         return torch.distributed.is_gloo_available()
-    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    return device.type == "cuda" and torch.distributed.is_nccl_available()
 
 
 class DistributedTransport:
@@ -41,35 +42,38 @@ class DistributedTransport:
 
     Args:
         host: what this worker is reached at.
+        device: of the engine.
     """
 
-    def __init__(self, name: Literal["gloo", "nccl"], terms: SlotTerms, host: str) -> None:
+    def __init__(
+        self, name: Literal["gloo", "nccl"], terms: SlotTerms, host: str, device: torch.device
+    ) -> None:
         self.name = name
+        self._kind: Kind = GlooKind(host) if name == "gloo" else NcclKind(host, device)
         self._terms = terms
-        self._host = host
 
     def offer(self, layout: KVLayout) -> "GroupOffer":
-        return GroupOffer(self.name, self._host)
+        return GroupOffer(self.name, self._kind)
 
     def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         return None
 
     async def accept(self, opening: kv_pb2.BulkOpen) -> "GroupAcceptance":
-        meeting = await in_thread(lambda: KINDS[self.name].host(self._host), f"listen on {self._host}")
-        return GroupAcceptance(meeting, self._terms, self._host)
+        meeting = await in_thread(self._kind.meet, "listen")
+        return GroupAcceptance(meeting, self._terms)
 
 
 class GroupOffer:
     """See BulkOffer."""
 
-    def __init__(self, name: str, host: str) -> None:
+    def __init__(self, name: str, kind: Kind) -> None:
         self.proto = kv_pb2.TransportOffer(name=name)
-        self._host = host
+        self._kind = kind
 
-    async def connect(self, ready: kv_pb2.BulkReady) -> "GroupWriter":
-        kind, at = KINDS[self.proto.name], (ready.group_store.host, ready.group_store.port)
-        joining = in_thread(lambda: kind.join(at, ready.token, self._host), "join a pair")
-        return GroupWriter(await joining)
+    async def connect(self, ready: kv_pb2.BulkReady) -> "GroupWriter | DeviceGroupWriter":
+        at = (ready.group_store.host, ready.group_store.port)
+        group = await in_thread(lambda: self._kind.join(at, ready.token), "join a pair")
+        return GroupWriter(group) if group.device.type == "cpu" else DeviceGroupWriter(group)
 
     def discard(self) -> None:
         """Nothing is kept."""
@@ -78,11 +82,11 @@ class GroupOffer:
 class GroupAcceptance:
     """See BulkAcceptance."""
 
-    def __init__(self, meeting: Meeting, terms: SlotTerms, host: str) -> None:
+    def __init__(self, meeting: Meeting, terms: SlotTerms) -> None:
         self.ready = kv_pb2.BulkReady(
             num_slots=terms.num_slots,
             slot_bytes=terms.slot_bytes,
-            group_store=kv_pb2.GroupStore(host=host, port=meeting.port),
+            group_store=kv_pb2.GroupStore(host=meeting.host, port=meeting.port),
         )
         self._meeting = meeting
         self._terms = terms
@@ -101,11 +105,14 @@ class GroupWriter:
     After `close` that can be a moment longer: what is sent then reaches no hand-off.
     """
 
+    memory = Memory.HOST
+
     def __init__(self, group: ProcessGroup) -> None:
         self._mover: _Mover[None] = _Mover(group, "kv send")
 
-    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
-        return self._mover.move(lambda group: group.send(_payload(frame)), None)
+    def start(self, slot: int, frame: Frame) -> Departure:
+        left = self._mover.move(lambda group: group.send(_payload(frame)), None)
+        return Departure(kept(checksum(frame)), left)
 
     def close(self) -> None:
         self._mover.close()
@@ -113,21 +120,44 @@ class GroupWriter:
 
 def _payload(frame: Frame) -> torch.Tensor:
     """[num_bytes] uint8; a copy if the frame has several parts."""
-    if len(frame.parts) == 1:
-        return torch.frombuffer(frame.parts[0], dtype=torch.uint8)
-    return torch.from_numpy(np.concatenate([np.frombuffer(part, np.uint8) for part in frame.parts]))
+    parts = frame.host_parts
+    if len(parts) == 1:
+        return torch.frombuffer(parts[0], dtype=torch.uint8)
+    return torch.from_numpy(np.concatenate([np.frombuffer(part, np.uint8) for part in parts]))
+
+
+class DeviceGroupWriter:
+    """See SlotWriter: of memory of a device, sealed there before it is sent."""
+
+    memory = Memory.DEVICE
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._sealer = DeviceSealer(group.device)
+        self._mover: _Mover[None] = _Mover(group, "kv send")
+
+    def start(self, slot: int, frame: Frame) -> Departure:
+        sealing = self._sealer.seal(frame)
+        return Departure(then(sealing, lambda sealed: kept(sealed.checksum)), then(sealing, self._send))
+
+    def _send(self, sealed: Sealed) -> asyncio.Future[None]:
+        return self._mover.move(lambda group: group.send(sealed.payload), None)
+
+    def close(self) -> None:
+        self._sealer.close()
+        self._mover.close()
 
 
 class GroupReader:
-    """See SlotReader. Memory is taken only for slots that were used once."""
+    """See SlotReader. Of the host memory is taken only for slots that were used once."""
 
     def __init__(self, group: ProcessGroup, terms: SlotTerms) -> None:
-        self._slots = group.staging(terms.num_slots, terms.slot_bytes)
-        self._mover: _Mover[memoryview] = _Mover(group, "kv receive")
+        self._slots = torch.empty(terms.num_slots, terms.slot_bytes, dtype=torch.uint8, device=group.device)
+        self._mover: _Mover[Payload] = _Mover(group, "kv receive")
 
-    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[memoryview]:
+    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[Payload]:
         target = self._slots[slot, :payload_bytes]
-        return self._mover.move(lambda group: group.receive(target), target.numpy().data)
+        arrived = target.numpy().data if target.device.type == "cpu" else target
+        return self._mover.move(lambda group: group.receive(target), arrived)
 
     def close(self) -> None:
         self._mover.close()

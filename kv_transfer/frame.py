@@ -1,7 +1,8 @@
 """The frame: the K and V of some tokens in some layers, as it goes over the wire.
 
 Header (48 bytes, little-endian): magic, version, number, layer_start, layer_count, token_start,
-token_count, zero, payload bytes, checksum. The checksum is xxh3_64 over every other byte of the frame.
+token_count, zero, payload bytes, checksum. The checksum is xxh3_64 over every other byte of the frame; over
+the payload's digest where that lies on a device (kv_transfer/device_digest.py).
 Payload: each layer of the tokens as engine/kv_wire.py packs them.
 """
 
@@ -12,10 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from torch import Tensor
 
 from engine.kv_layout import KVLayout
+from kv_transfer.device_digest import device_digest
 
 Bytes = bytes | bytearray | memoryview
+# K and V as bytes: of the host, or [num_bytes] uint8 on a device. Both can be cut without a copy.
+Payload = memoryview | Tensor
 
 MAGIC = b"BKVF"
 VERSION = 1
@@ -34,7 +39,7 @@ class Frame:
 
     Attributes:
         number: its place among the frames of its hand-off, from 0.
-        parts: the payload, in pieces that follow each other.
+        parts: the payload, in pieces that follow each other, all on the host or all on one device.
     """
 
     number: int
@@ -42,16 +47,24 @@ class Frame:
     layer_count: int
     token_start: int
     token_count: int
-    parts: tuple[memoryview, ...] = field(repr=False)
+    parts: tuple[Payload, ...] = field(repr=False)
+
+    @property
+    def is_on_device(self) -> bool:
+        return isinstance(self.parts[0], Tensor)
 
     @property
     def payload_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def host_parts(self) -> tuple[memoryview, ...]:
+        return tuple(part for part in self.parts if isinstance(part, memoryview))
+
     def copy_payload(self, slot: np.ndarray) -> None:
-        """`slot`: [at least payload_bytes] uint8."""
+        """From the host. `slot`: [at least payload_bytes] uint8."""
         end = 0
-        for part in self.parts:
+        for part in self.host_parts:
             start, end = end, end + part.nbytes
             # numpy lets other threads run meanwhile; a memoryview's copy does not.
             np.copyto(slot[start:end], np.frombuffer(part, np.uint8))
@@ -67,18 +80,18 @@ class KVSlice(NamedTuple):
     layer: int
     token_start: int
     token_end: int
-    data: memoryview
+    data: Payload
 
 
 def encode(frame: Frame) -> bytes:
-    """Seals a frame. Copies the payload once."""
+    """Seals a frame of the host. Copies the payload once."""
     fields = _packed_fields(frame)
-    return b"".join((fields, _CHECKSUM.pack(_digest(fields, frame.parts)), *frame.parts))
+    return b"".join((fields, _CHECKSUM.pack(_digest(fields, frame.host_parts)), *frame.host_parts))
 
 
 def checksum(frame: Frame) -> int:
-    """What `encode` seals a frame with: 64 bits over its fields and its payload."""
-    return _digest(_packed_fields(frame), frame.parts)
+    """64 bits over its fields and its payload. Not for the loop where that lies on a device: it waits."""
+    return _digest(_packed_fields(frame), (_to_digest(part) for part in frame.parts))
 
 
 def decode(data: Bytes) -> Frame:
@@ -143,7 +156,11 @@ def _packed_fields(frame: Frame) -> bytes:
     )
 
 
-def _digest(fields: Bytes, parts: Iterable[memoryview]) -> int:
+def _to_digest(part: Payload) -> Bytes:
+    return device_digest(part).to_bytes(8, "little", signed=True) if isinstance(part, Tensor) else part
+
+
+def _digest(fields: Bytes, parts: Iterable[Bytes]) -> int:
     digest = xxhash.xxh3_64(fields)
     for part in parts:
         digest.update(part)

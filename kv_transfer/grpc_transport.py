@@ -268,7 +268,7 @@ class StreamArrival:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Nobody can have changed it since."""
 
     def release(self) -> None:

@@ -156,7 +156,7 @@ class HandoffInbound:
     async def _scatter_and_check(self, arrival: Arrival) -> None:
         await self._sink.scatter(cut(arrival.frame, self._layout))
         try:
-            arrival.check()
+            await arrival.check()
         except DamagedFrame as error:
             raise HandoffDropped(Drop(DropCause.DAMAGED, str(error))) from error
 

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotTerms
-from kv_transfer.frame import Frame
-from kv_transfer.promises import Promises, in_thread
+from kv_transfer.bulk import Departure, Memory, SlotTerms
+from kv_transfer.frame import Frame, Payload, checksum
+from kv_transfer.promises import Promises, in_thread, kept
 from protos import kv_pb2
 
 # Between two looks at what is under way.
@@ -189,6 +189,8 @@ def _nothing() -> None:
 class NixlWriter:
     """See SlotWriter: a copy into staging memory, which is written from there."""
 
+    memory = Memory.HOST
+
     def __init__(self, agent: Any, staging: RegisteredSlots, peer: str, remote: Callable[[int], int]) -> None:
         """
         Args:
@@ -202,12 +204,12 @@ class NixlWriter:
         self._under_way: deque[tuple[Any, asyncio.Future[None], float]] = deque()
         self._driver = _Driver("kv send", self._look, self._moving.fail_from_thread)
 
-    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
+    def start(self, slot: int, frame: Frame) -> Departure:
         moved = self._moving.make()
         if not moved.done():
             frame.copy_payload(self._staging[slot])
             self._driver.do(partial(self._post, slot, frame.payload_bytes, moved))
-        return moved
+        return Departure(kept(checksum(frame)), moved)
 
     def close(self) -> None:
         self._moving.fail("the pair is closed")
@@ -245,7 +247,7 @@ class NixlWriter:
 class _Awaited:
     """A payload that was announced. `limit_s`: `time.monotonic()` seconds."""
 
-    arrived: asyncio.Future[memoryview]
+    arrived: asyncio.Future[Payload]
     num_bytes: int
     limit_s: float
 
@@ -256,14 +258,14 @@ class NixlReader:
     def __init__(self, agent: Any, slots: RegisteredSlots) -> None:
         self._agent = agent
         self._slots = slots
-        self._coming: Promises[memoryview] = Promises()
+        self._coming: Promises[Payload] = Promises()
         # By slot.
         self._awaited: dict[int, _Awaited] = {}
         # Notices that overtook their announcements.
         self._early: set[int] = set()
         self._driver = _Driver("kv receive", self._look, self._coming.fail_from_thread)
 
-    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[memoryview]:
+    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[Payload]:
         arrived = self._coming.make()
         if not arrived.done():
             self._driver.do(partial(self._await, slot, payload_bytes, arrived))
@@ -273,7 +275,7 @@ class NixlReader:
         self._coming.fail("the pair is closed")
         self._driver.end(self._slots.discard)
 
-    def _await(self, slot: int, num_bytes: int, arrived: asyncio.Future[memoryview]) -> None:
+    def _await(self, slot: int, num_bytes: int, arrived: asyncio.Future[Payload]) -> None:
         self._awaited[slot] = _Awaited(arrived, num_bytes, time.monotonic() + _WAIT_LIMIT_S)
         if slot in self._early:
             self._early.remove(slot)

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kv_transfer.frame import Frame
+from kv_transfer.bulk import Memory
+from kv_transfer.frame import Frame, Payload
 from kv_transfer.messages import Accepted, Close, CloseReason, Commit, Drop, DropCause, Open, TransferId
 from kv_transfer.packer import KVPiece
 from kv_transfer.peers import PeerAddress, PeerPool
@@ -60,6 +61,7 @@ class HandoffOutbound:
 
     Attributes:
         outcome: Accepted, Drop (it failed; a hint, the receiver decides) or Closed (`close` or `cancel`).
+        memory: where the offered bytes must lie; known when `open` has returned.
         released: resolves when nothing of the hand-off reads the offered bytes any more: before the outcome
             when it goes well. Both resolve always, once, with a value: await them through `asyncio.shield`,
             so that a waiter that is cancelled does not cancel them.
@@ -69,6 +71,7 @@ class HandoffOutbound:
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Accepted | Drop | Closed] = loop.create_future()
         self.released: asyncio.Future[None] = loop.create_future()
+        self.memory = Memory.HOST
         self._granted: asyncio.Future[int] = loop.create_future()
         self._peers = peers
         self._ticket = ticket
@@ -96,17 +99,16 @@ class HandoffOutbound:
             raise HandoffEnded(self.outcome.result())
         return self._granted.result()
 
-    def offer(self, layer: int, token_start: int, token_end: int, payload: bytes | memoryview) -> None:
+    def offer(self, layer: int, token_start: int, token_end: int, payload: Payload) -> None:
         """Sends the K and V of tokens [token_start, token_end) of a layer. Ignored after the outcome.
 
         Args:
-            payload: the layer's tensors in layout order, each [num_tokens, num_heads, head_dim], as bytes
-                that stay as they are until `released`.
+            payload: what engine/kv_wire.py packs, in `memory`; it stays as it is until `released`.
 
         Raises:
             ValueError: before the grant, twice, out of range, or of the wrong length.
         """
-        self._feed(KVPiece(layer, token_start, token_end, memoryview(payload).cast("B")))
+        self._feed(KVPiece(layer, token_start, token_end, payload))
 
     def commit(self, first_tokens: tuple[int, ...]) -> None:
         """Every layer of every token was offered. Ignored after the outcome.
@@ -161,6 +163,7 @@ class HandoffOutbound:
         try:
             peer = await self._peers.acquire(receiver)
             try:
+                self.memory = peer.memory
                 if not self.outcome.done():
                     await self._drive(peer.link(self._opening()))
             finally:

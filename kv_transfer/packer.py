@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from engine.kv_layout import KVLayout
-from kv_transfer.frame import HEADER_BYTES, Frame
+from kv_transfer.frame import HEADER_BYTES, Frame, Payload
 
 # Layers are joined until a frame has them: it costs both ends some 0.3 ms, whatever its size.
 JOINED_BYTES = 1 << 20
@@ -27,7 +27,7 @@ class KVPiece:
     layer: int
     token_start: int
     token_end: int
-    data: memoryview = field(repr=False)
+    data: Payload = field(repr=False)
 
     @property
     def token_count(self) -> int:
@@ -108,7 +108,7 @@ class FramePacker:
 
     def _cut(self, piece: KVPiece, token_start: int, token_end: int) -> Frame:
         """Of a piece, cut where blocks end."""
-        parts: list[memoryview] = []
+        parts: list[Payload] = []
         start, end = token_start - piece.token_start, token_end - piece.token_start
         base = 0
         for form in self._layout.layers[piece.layer]:
@@ -116,9 +116,7 @@ class FramePacker:
             base += piece.token_count * form.token_bytes
         return self._number(piece.layer, 1, token_start, token_end - token_start, tuple(parts))
 
-    def _number(
-        self, layer: int, layers: int, token: int, tokens: int, parts: tuple[memoryview, ...]
-    ) -> Frame:
+    def _number(self, layer: int, layers: int, token: int, tokens: int, parts: tuple[Payload, ...]) -> Frame:
         frame = Frame(self._num_frames, layer, layers, token, tokens, parts)
         self._num_frames += 1
         return frame

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import BulkOffer, TransportFailed
+from kv_transfer.bulk import BulkOffer, Memory, TransportFailed
 from kv_transfer.bulk_sender import BulkSender
 from kv_transfer.compatibility import PROTOCOL_VERSION, layout_to_proto
 from kv_transfer.grpc_transport import (
@@ -49,6 +49,7 @@ class Peer:
 
     Attributes:
         transport: the name of the way for frames.
+        memory: where the payloads of frames must lie.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Peer:
         self._users = 0
         self.retired = False
         self.transport = frames.transport if isinstance(frames, BulkSender) else GRPC
+        self.memory = frames.memory if isinstance(frames, BulkSender) else Memory.HOST
 
     @property
     def is_usable(self) -> bool:

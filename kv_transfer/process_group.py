@@ -8,6 +8,7 @@ and the network must be trusted.
 """
 
 import hmac
+import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ CONNECT_LIMIT_S = 10.0
 # For one payload, once it is announced.
 WAIT_LIMIT_S = 30.0
 
+# A lost peer costs its pair, not this process, which torch would end.
+_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
 # Waits in the thread that calls it; raises RuntimeError when the group is broken or aborted.
 Wait = Callable[[], None]
 
@@ -30,15 +34,17 @@ class ProcessGroup(Protocol):
     """One rank of two. What is sent is received in the same order; a tensor is a payload, [num_bytes] uint8.
 
     `send` and `receive` do not wait. They and their waits are for one thread, `abort` is for any other.
+
+    Attributes:
+        device: where its payloads lie; what is sent must be complete there.
     """
+
+    @property
+    def device(self) -> torch.device: ...
 
     def send(self, payload: torch.Tensor) -> Wait: ...
 
     def receive(self, payload: torch.Tensor) -> Wait: ...
-
-    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        """Memory to receive into, [num_slots, slot_bytes] uint8, on the host."""
-        ...
 
     def abort(self) -> None:
         """Ends every wait, and the group, at both ranks."""
@@ -59,8 +65,11 @@ class Meeting(Protocol):
     """Where rank 0 waits for rank 1. `form` and `close` are for any thread, and wait at most CONNECT_LIMIT_S.
 
     Attributes:
-        port: that it listens on.
+        host, port: where it listens.
     """
+
+    @property
+    def host(self) -> str: ...
 
     @property
     def port(self) -> int: ...
@@ -79,21 +88,21 @@ class Meeting(Protocol):
 
 
 class Kind(Protocol):
-    """A kind of groups."""
+    """A kind of groups, as a process makes them that is reached at some address."""
 
-    def host(self, host: str) -> Meeting:
-        """
+    def meet(self) -> Meeting:
+        """For rank 0.
+
         Raises:
             OSError, RuntimeError: nothing can listen there.
         """
         ...
 
-    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
+    def join(self, at: tuple[str, int], token: bytes) -> ProcessGroup:
         """For rank 1.
 
         Args:
             at: where rank 0 waits.
-            host: what this rank is reached at.
 
         Raises:
             OSError, RuntimeError: nobody is there who knows the token.
@@ -101,11 +110,26 @@ class Kind(Protocol):
         ...
 
 
+class GlooKind:
+    """See Kind. Between CPUs, over TCP."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def meet(self) -> Meeting:
+        return GlooMeeting(self._host)
+
+    def join(self, at: tuple[str, int], token: bytes) -> ProcessGroup:
+        with socket.create_connection(at, CONNECT_LIMIT_S) as connection:
+            connection.sendall(token)
+            return GlooGroup(PairStore(connection), 1, self._host)
+
+
 class GlooMeeting:
     """See Meeting."""
 
     def __init__(self, host: str) -> None:
-        self._host = host
+        self.host = host
         self._listening = socket.create_server((host, 0))
         self._listening.settimeout(CONNECT_LIMIT_S)
         self.port: int = self._listening.getsockname()[1]
@@ -115,22 +139,10 @@ class GlooMeeting:
             connection.settimeout(CONNECT_LIMIT_S)
             if not hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
                 raise ConnectionError("a stranger came")
-            return GlooGroup(PairStore(connection), 0, self._host)
+            return GlooGroup(PairStore(connection), 0, self.host)
 
     def close(self) -> None:
         self._listening.close()
-
-
-class Gloo:
-    """See Kind. Between CPUs, over TCP."""
-
-    def host(self, host: str) -> Meeting:
-        return GlooMeeting(host)
-
-    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
-        with socket.create_connection(at, CONNECT_LIMIT_S) as connection:
-            connection.sendall(token)
-            return GlooGroup(PairStore(connection), 1, host)
 
 
 class PairStore(Store):
@@ -177,6 +189,8 @@ class PairStore(Store):
 class GlooGroup:
     """See ProcessGroup."""
 
+    device = torch.device("cpu")
+
     def __init__(self, store: Store, rank: int, host: str) -> None:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -191,9 +205,6 @@ class GlooGroup:
 
     def receive(self, payload: torch.Tensor) -> Wait:
         return _wait_for(self._group.recv([payload], self._peer, 0))
-
-    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        return torch.empty(num_slots, slot_bytes, dtype=torch.uint8)
 
     def abort(self) -> None:
         """Its own `abort` does nothing; a wait that times out closes the pair."""
@@ -213,10 +224,33 @@ def _wait_for(work: Work) -> Wait:
     return wait
 
 
+class NcclKind:
+    """See Kind. Between GPUs; NCCL looks for an interface itself (NCCL_SOCKET_IFNAME).
+
+    Two ranks on one GPU need NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1.
+    """
+
+    def __init__(self, host: str, device: torch.device) -> None:
+        self._host = host
+        self._device = device
+        for name, value in _NCCL_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+
+    def meet(self) -> Meeting:
+        return NcclMeeting(self._host, self._device)
+
+    def join(self, at: tuple[str, int], token: bytes) -> ProcessGroup:
+        limit = timedelta(seconds=CONNECT_LIMIT_S)
+        store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=limit)
+        return NcclGroup(PrefixStore(token.hex(), store), 1, self._device)
+
+
 class NcclMeeting:
     """See Meeting."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, device: torch.device) -> None:
+        self.host = host
+        self._device = device
         listening = socket.create_server((host, 0))
         self.port: int = listening.getsockname()[1]
         # The store closes it.
@@ -224,60 +258,41 @@ class NcclMeeting:
         self._store = TCPStore(host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
     def form(self, token: bytes) -> ProcessGroup:
-        return NcclGroup(PrefixStore(token.hex(), self._store), 0)
+        return NcclGroup(PrefixStore(token.hex(), self._store), 0, self._device)
 
     def close(self) -> None:
         """The store ends with its last user."""
 
 
-class Nccl:
-    """See Kind. Between GPUs; NCCL looks for an interface itself (NCCL_SOCKET_IFNAME).
-
-    Not run yet: it was written without a GPU at hand.
-    """
-
-    def host(self, host: str) -> Meeting:
-        return NcclMeeting(host)
-
-    def join(self, at: tuple[str, int], token: bytes, host: str) -> ProcessGroup:
-        limit = timedelta(seconds=CONNECT_LIMIT_S)
-        store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=limit)
-        return NcclGroup(PrefixStore(token.hex(), store), 1)
-
-
 class NcclGroup:
-    """See ProcessGroup. Payloads pass through memory of the device, on a stream of their own."""
+    """See ProcessGroup. On streams of its own, which the engine's kernels hold up least."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)
-        self._group = cast("_Backend", ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options()))
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        options = ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        self._group = cast("_Backend", ProcessGroupNCCL(store, rank, 2, options))
         self._peer = 1 - rank
+        # The two connect with their first payload: now, while somebody waits for it.
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        (self.send(first) if rank else self.receive(first))()
 
     def send(self, payload: torch.Tensor) -> Wait:
         with torch.cuda.stream(self._stream):
-            staged = payload.to(self._device, non_blocking=True)
-            self._group.send([staged], self._peer, 0).wait()
-            return self._recorded(staged)
+            self._group.send([payload], self._peer, 0).wait()
+            return self._recorded()
 
     def receive(self, payload: torch.Tensor) -> Wait:
         with torch.cuda.stream(self._stream):
-            staged = torch.empty_like(payload, device=self._device)
-            self._group.recv([staged], self._peer, 0).wait()
-            payload.copy_(staged, non_blocking=True)
-            return self._recorded(staged)
+            self._group.recv([payload], self._peer, 0).wait()
+            return self._recorded()
 
-    def _recorded(self, staged: torch.Tensor) -> Wait:
+    def _recorded(self) -> Wait:
         event = torch.cuda.Event()
         event.record(self._stream)
-        # `staged` is kept until then: the stream still uses it.
-        return lambda: (event.synchronize(), staged)[0]
-
-    def staging(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        return torch.empty(num_slots, slot_bytes, dtype=torch.uint8, pin_memory=True)
+        return event.synchronize
 
     def abort(self) -> None:
         self._group.abort()
-
-
-KINDS: dict[str, Kind] = {"gloo": Gloo(), "nccl": Nccl()}

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from kv_transfer.bulk import TransportFailed
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
@@ -39,6 +40,33 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> No
     # A loop that is closed has nobody to be told.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
+
+
+def kept(result: T) -> asyncio.Future[T]:
+    """For the loop: what is there already."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.set_result(result)
+    return future
+
+
+def then(first: asyncio.Future[T], begin: Callable[[T], asyncio.Future[U]]) -> asyncio.Future[U]:
+    """For the loop: what `begin` makes of the first's result ends with; or the first's failure."""
+    second: asyncio.Future[U] = asyncio.get_running_loop().create_future()
+
+    def pass_on(begun: asyncio.Future[U]) -> None:
+        if (error := begun.exception()) is not None:
+            second.set_exception(error)
+        else:
+            second.set_result(begun.result())
+
+    def on_first(ended: asyncio.Future[T]) -> None:
+        if (error := ended.exception()) is not None:
+            second.set_exception(error)
+        else:
+            begin(ended.result()).add_done_callback(pass_on)
+
+    first.add_done_callback(on_first)
+    return second
 
 
 class Promises(Generic[T]):

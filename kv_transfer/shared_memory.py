@@ -4,7 +4,7 @@ The sender makes an anonymous file (memfd) for each pair and epoch, which has no
 behind. The receiver opens it through /proc/<pid>/fd and knows it by a nonce: the same host name, pid or
 address proves nothing between containers. It maps it for reading only.
 
-On CUDA the bytes come through host memory all the same; sharing device memory by IPC handles is not done.
+It shares memory of the host; device_memory.py is the same between GPUs.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotTerms, SlotWriter, TransportFailed
-from kv_transfer.frame import Frame
+from kv_transfer.bulk import Departure, Memory, SlotTerms, SlotWriter, TransportFailed
+from kv_transfer.frame import Frame, Payload, checksum
+from kv_transfer.promises import kept
 from protos import kv_pb2
 
 log = logging.getLogger(__name__)
@@ -162,14 +163,14 @@ class _Slots:
 class SharedMemoryWriter:
     """See SlotWriter: one copy, straight into the slot."""
 
+    memory = Memory.HOST
+
     def __init__(self, memory: mmap.mmap, terms: SlotTerms) -> None:
         self._slots = _Slots(memory, terms)
 
-    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
+    def start(self, slot: int, frame: Frame) -> Departure:
         frame.copy_payload(self._slots[slot])
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        written.set_result(None)
-        return written
+        return Departure(kept(checksum(frame)), kept(None))
 
     def close(self) -> None:
         self._slots.close()
@@ -181,10 +182,8 @@ class SharedMemoryReader:
     def __init__(self, memory: mmap.mmap, terms: SlotTerms) -> None:
         self._slots = _Slots(memory, terms)
 
-    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[memoryview]:
-        arrived: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-        arrived.set_result(self._slots[slot][:payload_bytes].data)
-        return arrived
+    def start(self, slot: int, payload_bytes: int) -> asyncio.Future[Payload]:
+        return kept(self._slots[slot][:payload_bytes].data)
 
     def close(self) -> None:
         self._slots.close()

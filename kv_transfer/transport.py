@@ -69,7 +69,7 @@ class Arrival(Protocol):
     @property
     def frame(self) -> Frame: ...
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Called after the payload was scattered: were the bytes right all the while?
 
         Raises:

@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from engine.kv_layout import KVLayout
 from kv_transfer.bulk import BulkTransport, SlotTerms
+from kv_transfer.device_memory import DeviceMemoryTransport
 from kv_transfer.frame import HEADER_BYTES
 from kv_transfer.shared_memory import SharedMemoryTransport
 from protos import kv_pb2
 
-TransportName = Literal["auto", "shm", "nccl", "gloo", "nixl", "grpc"]
+TransportName = Literal["auto", "shm", "ipc", "nccl", "gloo", "nixl", "grpc"]
 
 GRPC = "grpc"
+_OF_ONE_MACHINE = (DeviceMemoryTransport.name, SharedMemoryTransport.name)
 
 
 class TransferConfigError(ValueError):
@@ -42,9 +46,7 @@ class Transports:
     @property
     def encrypted(self) -> "Transports":
         """Those by which nothing can be read on a network, where gRPC has TLS."""
-        return replace(
-            self, bulk=tuple(each for each in self.bulk if each.name == SharedMemoryTransport.name)
-        )
+        return replace(self, bulk=tuple(each for each in self.bulk if each.name in _OF_ONE_MACHINE))
 
     def named(self, name: str) -> BulkTransport | None:
         return next((transport for transport in self.bulk if transport.name == name), None)
@@ -71,30 +73,41 @@ class Transports:
         )
 
 
-def transports_for(choice: TransportName, terms: SlotTerms, host: str = "127.0.0.1") -> Transports:
+def transports_for(
+    choice: TransportName,
+    terms: SlotTerms,
+    host: str = "127.0.0.1",
+    device: torch.device = torch.device("cpu"),
+) -> Transports:
     """
     Args:
-        choice: "auto": shm between processes of one machine, else grpc. Another name forces that one.
+        choice: "auto": between processes of one machine ipc on GPUs or shm, else grpc. Another name forces
+            that one.
         terms: of the bulks that are offered.
         host: what this worker is reached at.
+        device: of the engine.
 
     Raises:
         TransferConfigError: see there.
     """
+    of_device = DeviceMemoryTransport(terms, device)
     match choice:
         case "auto":
-            return Transports((SharedMemoryTransport(terms),))
+            of_host = SharedMemoryTransport(terms)
+            return Transports((of_host,) if device.type == "cpu" else (of_device, of_host))
         case "shm":
             return Transports((SharedMemoryTransport(terms),), ())
+        case "ipc":
+            return Transports((of_device,), ())
         case "grpc":
             return Transports()
         case "gloo" | "nccl":
             # What torch was built without is missed only where it is forced.
             from kv_transfer.distributed_transport import DistributedTransport, is_available
 
-            if not is_available(choice):
-                raise TransferConfigError(f"kv_transport: {choice} is not available here")
-            return Transports((DistributedTransport(choice, terms, host),), ())
+            if not is_available(choice, device):
+                raise TransferConfigError(f"kv_transport: {choice} is not available here, on {device}")
+            return Transports((DistributedTransport(choice, terms, host, device),), ())
         case "nixl":
             from kv_transfer import nixl_transport
 

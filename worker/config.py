@@ -39,9 +39,10 @@ class WorkerConfig(EngineConfig):
         gt=0,
         description="A worker whose engine works on one step for longer than any could take ends itself.",
     )
-    kv_transport: Literal["auto", "shm", "nccl", "gloo", "nixl", "grpc"] = Field(
+    kv_transport: Literal["auto", "shm", "ipc", "nccl", "gloo", "nixl", "grpc"] = Field(
         default="auto",
-        description="How KV goes to and from other workers: auto takes shm on one machine, else grpc. "
+        description="How KV goes to and from other workers: auto takes ipc (GPUs) or shm on one machine, "
+        "else grpc. "
         "Another name forces that one; a pair that cannot use it is refused when it connects.",
     )
     kv_conversion: bool = Field(

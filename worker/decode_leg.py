@@ -106,7 +106,10 @@ class DecodeLeg(Leg):
 
     def _import(self, engine: Engine, slices: Sequence[KVSlice]) -> bool:
         assert self._wire is not None, "a scatter without a Push"
-        return all(engine.import_kv(self._request.sequence_id, self._wire, *piece) for piece in slices)
+        is_there = all(engine.import_kv(self._request.sequence_id, self._wire, *piece) for piece in slices)
+        # Then the slices' memory is read no more.
+        engine.wait_for_device()
+        return is_there
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         key = self._request.sequence_id

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.request import SequenceId
+from kv_transfer.bulk import Memory
+from kv_transfer.frame import Payload
 
-# layer, token_start, token_end, and the packed bytes.
-KVSink = Callable[[int, int, int, memoryview], None]
+# layer, token_start, token_end, and what was packed.
+KVSink = Callable[[int, int, int, Payload], None]
+Wait = Callable[[], None]
 
 
 class _Piece(NamedTuple):
@@ -23,25 +26,38 @@ class _Piece(NamedTuple):
     token_end: int
 
 
-class HostCopy(Protocol):
-    """Brings packed K and V from the device to the host."""
+class _Place(NamedTuple):
+    """Where the pieces of a sequence go, and where they must lie there."""
 
-    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Does not wait for the device.
+    sink: KVSink
+    memory: Memory
 
+
+class Device(Protocol):
+    """A device that computes while its host goes on. Neither method waits for it."""
+
+    def to_host(self, packed: Tensor) -> tuple[Tensor, Wait]:
+        """
         Returns:
             The bytes on the host, and what waits in another thread until they are there.
         """
         ...
 
+    def computed(self, packed: Tensor) -> Wait:
+        """
+        Returns:
+            What waits in another thread until the bytes are there.
+        """
+        ...
 
-class CudaCopy:
-    """On a stream of its own, into pinned memory: the model's stream is not held up."""
+
+class CudaDevice:
+    """It copies on a stream of its own, into pinned memory: the model's stream is not held up."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def to_host(self, packed: Tensor) -> tuple[Tensor, Wait]:
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(packed.device))
         with torch.cuda.stream(self._stream):
@@ -51,33 +67,41 @@ class CudaCopy:
         packed.record_stream(self._stream)
         return host, copied.synchronize
 
+    def computed(self, packed: Tensor) -> Wait:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(packed.device))
+        return event.synchronize
+
 
 class KVExport:
     """The engine's listener: from the engine thread to whoever sends a sequence, on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._sinks: dict[SequenceId, KVSink] = {}
-        self._host_copy: HostCopy | None = None
-        # For the thread that waits for copies, in the order in which they were begun.
+        # The loop writes it, the engine's thread reads it too.
+        self._places: dict[SequenceId, _Place] = {}
+        self._device: Device | None = None
+        # For the thread that waits for the device, in the order of what it was given.
         self._waits: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
-    def copy_with(self, host_copy: HostCopy) -> None:
-        """K and V lie on a device. Before the first step."""
-        self._host_copy = host_copy
-        threading.Thread(target=self._wait_for_copies, name="kv export", daemon=True).start()
+    def wait_for(self, device: Device) -> None:
+        """K and V lie on a device that is no CPU. Before the first step."""
+        self._device = device
+        threading.Thread(target=self._wait_for_device, name="kv export", daemon=True).start()
 
-    def attach(self, sequence_id: SequenceId, sink: KVSink) -> None:
-        """For the loop: `sink` gets every piece of the sequence, there, in layer order of each chunk."""
-        self._sinks[sequence_id] = sink
+    def attach(self, sequence_id: SequenceId, sink: KVSink, memory: Memory) -> None:
+        """For the loop, before the sequence is submitted: `sink` gets every piece of it, there, in layer
+        order of each chunk.
+        """
+        self._places[sequence_id] = _Place(sink, memory)
 
     def detach(self, sequence_id: SequenceId) -> None:
         """For the loop: what still comes of the sequence is dropped."""
-        self._sinks.pop(sequence_id, None)
+        self._places.pop(sequence_id, None)
 
     def when_delivered(self, callback: Callable[[], object]) -> None:
         """For the loop: calls back there, after all pieces of the steps that ended before."""
-        if self._host_copy is None:
+        if self._device is None:
             callback()
         else:
             self._waits.put(partial(self._loop.call_soon_threadsafe, callback))
@@ -89,22 +113,29 @@ class KVExport:
     def on_layer(
         self, sequence_id: SequenceId, layer: int, token_start: int, token_end: int, packed: Tensor
     ) -> None:
-        piece = _Piece(sequence_id, layer, token_start, token_end)
-        if self._host_copy is None:
-            self._hand_over(piece, packed)
+        place = self._places.get(sequence_id)
+        if place is None:
             return
-        host, wait = self._host_copy.begin(packed)
-        self._waits.put(wait)
-        self._waits.put(partial(self._hand_over, piece, host))
+        piece = _Piece(sequence_id, layer, token_start, token_end)
+        stays = place.memory is Memory.DEVICE
+        if self._device is None:
+            self._hand_over(piece, packed if stays else packed.numpy().data)
+        elif stays:
+            self._waits.put(self._device.computed(packed))
+            self._waits.put(partial(self._hand_over, piece, packed))
+        else:
+            host, wait = self._device.to_host(packed)
+            self._waits.put(wait)
+            self._waits.put(partial(self._hand_over, piece, host.numpy().data))
 
-    def _wait_for_copies(self) -> None:
+    def _wait_for_device(self) -> None:
         while (wait := self._waits.get()) is not None:
             wait()
 
-    def _hand_over(self, piece: _Piece, packed: Tensor) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, piece, packed.numpy().data)
+    def _hand_over(self, piece: _Piece, data: Payload) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, piece, data)
 
-    def _deliver(self, piece: _Piece, data: memoryview) -> None:
-        sink = self._sinks.get(piece.sequence_id)
-        if sink is not None:
-            sink(piece.layer, piece.token_start, piece.token_end, data)
+    def _deliver(self, piece: _Piece, data: Payload) -> None:
+        place = self._places.get(piece.sequence_id)
+        if place is not None:
+            place.sink(piece.layer, piece.token_start, piece.token_end, data)

@@ -86,7 +86,7 @@ class PrefillLeg(Leg):
             cached_tokens = await self._handoff.open()
             self._window.granted(turn)
             request = replace(complete, export_from=cached_tokens)
-            self._export.attach(self._request.sequence_id, self._handoff.offer)
+            self._export.attach(self._request.sequence_id, self._handoff.offer, self._handoff.memory)
             await self._engine.call(lambda engine: engine.submit(request))
             computed = asyncio.create_task(self._computed.wait())
             try:

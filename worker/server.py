@@ -28,7 +28,7 @@ from worker.ended_leg import EndedLeg
 from worker.engine_thread import EngineReport, EngineThread
 from worker.grammars import RequestGrammars
 from worker.grant_window import GrantWindow
-from worker.kv_export import CudaCopy, KVExport
+from worker.kv_export import CudaDevice, KVExport
 from worker.leg import Assignment, Leg, LegDropped, LegFactory, LegTable
 from worker.load_monitor import LoadMonitor
 from worker.local_leg import LocalLeg
@@ -92,7 +92,7 @@ class WorkerServer:
         self.layout = engine.layout
         self._wire = engine.wire
         if engine.device.type == "cuda":
-            self._export.copy_with(CudaCopy(engine.device))
+            self._export.wait_for(CudaDevice(engine.device))
         self.limits = engine.limits
         compiler = GrammarCompiler(self.config.model_path, engine.vocab_size, engine.eos_token_ids)
         self.grammars = RequestGrammars(compiler)
@@ -117,6 +117,7 @@ class WorkerServer:
             self.config.kv_transport,
             SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),
             self.config.host,
+            engine.device,
         )
         self._transports = transports if self.config.may_send_plain_kv else transports.encrypted
         self._peers = PeerPool(

@@ -16,6 +16,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
 from router.router_server import RouterServer
 from router.worker_directory import StaticDirectory
+from tests.device import DEVICE
 from tests.transfer.proxy import Proxy
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
@@ -98,7 +99,7 @@ async def local_cluster(
 ) -> AsyncIterator[LocalCluster]:
     """`decode_options`: in which the decode workers differ from the prefill workers."""
     # A reference that computes on this loop is no stalled worker: hence the router's patience.
-    options = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
+    options = {"dtype": "float32", "device": str(DEVICE), "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
     async with AsyncExitStack() as stack:
 
         async def start(kind: type[WorkerServer], name: str, own_options: dict) -> WorkerServer:

@@ -19,6 +19,7 @@ from router.router_server import RouterServer
 from router.worker_directory import StaticDirectory
 from security.development_ca import make_certificates
 from security.tls_config import TlsConfig
+from tests.device import DEVICE
 from worker.config import WorkerConfig
 from worker.server import WorkerServer
 
@@ -91,7 +92,7 @@ async def secured_cluster(model: Path, folder: Path) -> AsyncIterator[SecuredClu
     certificates = Certificates.make(folder / "certificates")
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
-    options = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
+    options = {"dtype": "float32", "device": str(DEVICE), "kv_cache_bytes": 64 << 20, "model_name": "tiny"}
     config = WorkerConfig(model_path=model, tls=certificates.tls("worker"), **options)
     async with AsyncExitStack() as stack:
         prefill = await PrefillWorker.start(config)

@@ -10,6 +10,7 @@ from decode_worker.server import DecodeWorker
 from prefill_worker.server import PrefillWorker
 from protos import worker_pb2
 from tests.cluster.bare_session import bare_session, submit_message, submit_pair
+from tests.device import DEVICE
 from tests.engine.engines import prompt_of
 from tests.reference import NearTies, Reference
 from worker.config import WorkerConfig
@@ -19,7 +20,7 @@ from worker.server import WorkerServer
 @pytest.fixture
 async def workers(tiny_model: Path) -> AsyncIterator[dict[str, WorkerServer]]:
     """One of each role."""
-    config = WorkerConfig(model_path=tiny_model, dtype="float32", device="cpu", kv_cache_bytes=16 << 20)
+    config = WorkerConfig(model_path=tiny_model, dtype="float32", device=str(DEVICE), kv_cache_bytes=16 << 20)
     async with AsyncExitStack() as stack:
         running: dict[str, WorkerServer] = {}
         for kind in (PrefillWorker, DecodeWorker):

@@ -33,6 +33,7 @@ from tests.cluster.relay import Relay
 from tests.cluster.router_bench import both_legs, started_router, token_request, until
 from tests.cluster.scripted_worker import DEADLINE_S, ScriptedWorker
 from tests.cluster.secured import BEARER, KEY, Certificates, SecuredCluster, computed_tokens, secured_cluster
+from tests.device import DEVICE
 from tests.engine.engines import prompt_of
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.sinks import MemoryDoor, MemorySink
@@ -366,7 +367,7 @@ async def test_a_router_shows_which_workers_trust_their_network(
     config = WorkerConfig(
         model_path=tiny_model,
         model_name="tiny",
-        device="cpu",
+        device=str(DEVICE),
         dtype="float32",
         kv_cache_bytes=16 << 20,
         tls=certificates.tls("worker"),

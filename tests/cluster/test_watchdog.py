@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from decode_worker.server import DecodeWorker
+from tests.device import DEVICE
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineFailed, EngineStuck
 
@@ -27,7 +28,7 @@ main("hanging", "", lambda: Hanging)
 
 
 async def test_it_fails_and_every_call_with_it(tiny_model: Path) -> None:
-    config = WorkerConfig(model_path=tiny_model, dtype="float32", device="cpu", step_limit_s=0.2)
+    config = WorkerConfig(model_path=tiny_model, dtype="float32", device=str(DEVICE), step_limit_s=0.2)
     worker = await DecodeWorker.start(config)
     release = threading.Event()
     worker.engine.post(lambda engine: release.wait())
@@ -41,7 +42,7 @@ async def test_it_fails_and_every_call_with_it(tiny_model: Path) -> None:
 
 
 async def test_an_idle_engine_is_not_stuck(tiny_model: Path) -> None:
-    config = WorkerConfig(model_path=tiny_model, dtype="float32", device="cpu")
+    config = WorkerConfig(model_path=tiny_model, dtype="float32", device=str(DEVICE))
     worker = await DecodeWorker.start(config)
     worker.engine.give_up_after(0)
     assert await worker.engine.call(lambda engine: engine.load().num_running) == 0

@@ -8,6 +8,7 @@ from decode_worker.server import DecodeWorker
 from engine.engine import Engine
 from kv_transfer.sink import HandoffDropped
 from protos import inference_pb2, worker_pb2
+from tests.device import DEVICE
 from worker.config import WorkerConfig
 from worker.leg import Assignment
 from worker.session import RouterSession
@@ -15,7 +16,8 @@ from worker.session import RouterSession
 
 @pytest.fixture
 async def worker(tiny_model: Path):
-    started = await DecodeWorker.start(WorkerConfig(model_path=tiny_model, dtype="float32", device="cpu"))
+    config = WorkerConfig(model_path=tiny_model, dtype="float32", device=str(DEVICE))
+    started = await DecodeWorker.start(config)
     yield started
     await started.stop()
 

@@ -9,10 +9,11 @@ from engine.engine import Engine
 from engine.loading import load_engine
 from engine.request import EngineRequest, SamplingParams, SequenceId
 from engine.step_result import EndedSequence, HeldSequence, SampledToken, StepResult
+from tests.device import DEVICE
 
 
 def tiny_engine(folder: Path, listener: KVListener | None = None, **options) -> Engine:
-    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 32 << 20}
+    defaults = {"dtype": "float32", "device": str(DEVICE), "kv_cache_bytes": 32 << 20}
     return load_engine(EngineConfig(model_path=folder, **{**defaults, **options}), listener)
 
 

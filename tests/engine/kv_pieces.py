@@ -12,7 +12,7 @@ class Wire:
         self.pieces: list[tuple[SequenceId, int, int, int, bytes]] = []
 
     def on_layer(self, sequence_id, layer, token_start, token_end, packed) -> None:
-        self.pieces.append((sequence_id, layer, token_start, token_end, packed.numpy().tobytes()))
+        self.pieces.append((sequence_id, layer, token_start, token_end, packed.cpu().numpy().tobytes()))
 
     def deliver(self, engine: Engine, layout: KVLayout | None = None) -> None:
         """`layout`: of what came, if it is not the engine's own."""

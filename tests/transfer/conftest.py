@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
+import torch
 
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotTerms
+from kv_transfer.bulk import Memory, SlotTerms
 from kv_transfer.messages import Accepted, Drop, Grant, TransferId
 from kv_transfer.nixl_transport import is_available as has_nixl
 from kv_transfer.outbound import HandoffOutbound, HandoffTicket
+from kv_transfer.packer import KVPiece
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.sender import Closed
 from kv_transfer.servicer import KvTransferService
 from kv_transfer.transport_choice import TransportName, Transports, transports_for
+from tests.device import DEVICE
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.sinks import MemoryDoor, MemorySink
@@ -109,7 +112,7 @@ class Wire:
 
     def offer_all(self, outbound: HandoffOutbound, chunk_tokens: int = 16) -> None:
         for piece in self.prompt.pieces(chunk_tokens):
-            outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+            offer(outbound, piece)
 
     async def hand_off(self, number: int = 1, *, epoch: int = EPOCH) -> Accepted | Drop | Closed:
         """All of the sender's leg."""
@@ -122,10 +125,20 @@ class Wire:
         return outcome
 
 
+def offer(outbound: HandoffOutbound, piece: KVPiece) -> None:
+    """Where the way for frames wants it."""
+    data = piece.data
+    if outbound.memory is Memory.DEVICE:
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(DEVICE)
+    outbound.offer(piece.layer, piece.token_start, piece.token_end, data)
+
+
 WITH_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the extra nixl is missing"))
 
+WITH_NCCL = pytest.param("nccl", marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="tests run on a CPU"))
 
-@pytest.fixture(params=["grpc", "shm", "gloo", WITH_NIXL])
+
+@pytest.fixture(params=["grpc", "shm", "ipc", "gloo", WITH_NIXL, WITH_NCCL])
 def transport(request: pytest.FixtureRequest) -> TransportName:
     """The way for frames; every test of hand-offs runs over each."""
     return request.param
@@ -133,7 +146,7 @@ def transport(request: pytest.FixtureRequest) -> TransportName:
 
 @pytest.fixture
 def transports(transport: TransportName) -> Transports:
-    return transports_for(transport, SLOTS)
+    return transports_for(transport, SLOTS, device=DEVICE)
 
 
 @pytest.fixture

@@ -6,15 +6,19 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
+
 from engine.kv_layout import KVLayout
-from kv_transfer.bulk import SlotWriter
+from kv_transfer.bulk import Departure, Memory, SlotWriter
 from kv_transfer.bulk_sender import BulkSender
-from kv_transfer.frame import Frame, encode
+from kv_transfer.frame import Frame, Payload, checksum, encode
 from kv_transfer.grpc_transport import FRAMES_METHOD, BulkFrameWriter, GrpcSenderLink, StreamFrameWriter
 from kv_transfer.messages import DropCause, Open, ReceiverMessage, SenderMessage
 from kv_transfer.peers import Peer, PeerAddress, PeerPool
+from kv_transfer.promises import kept
 from kv_transfer.transport import LinkBroken
 from kv_transfer.transport_choice import Transports
+from tests.device import DEVICE
 from tests.transfer.fault_injection import (
     POINTS,
     Disturber,
@@ -25,6 +29,7 @@ from tests.transfer.fault_injection import (
     damaged_bytes,
     damaged_message,
 )
+from tests.transfer.prompts import on_host
 
 T = TypeVar("T")
 Pause = Callable[[], Awaitable[None]]
@@ -139,14 +144,25 @@ class DamagingWriter:
             frame.parts,
         )
 
-    def start(self, slot: int, frame: Frame) -> asyncio.Future[None]:
-        if isinstance(frame, _Marked):
-            damaged = memoryview(damaged_bytes(b"".join(frame.parts)))
-            frame = replace(frame, parts=(damaged,))
-        return self._writer.start(slot, frame)
+    @property
+    def memory(self) -> Memory:
+        return self._writer.memory
+
+    def start(self, slot: int, frame: Frame) -> Departure:
+        if not isinstance(frame, _Marked):
+            return self._writer.start(slot, frame)
+        damaged = self._writer.start(slot, replace(frame, parts=(_damaged_payload(frame),)))
+        return Departure(kept(checksum(frame)), damaged.left)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _damaged_payload(frame: Frame) -> Payload:
+    damaged = memoryview(damaged_bytes(b"".join(on_host(part) for part in frame.parts)))
+    if not frame.is_on_device:
+        return damaged
+    return torch.frombuffer(bytearray(damaged), dtype=torch.uint8).to(DEVICE)
 
 
 @dataclass(slots=True)
@@ -155,6 +171,10 @@ class FaultyPeer:
 
     peer: Peer
     plans: dict[int, tuple[Fault, ...]]
+
+    @property
+    def memory(self) -> Memory:
+        return self.peer.memory
 
     def link(self, opening: Open) -> GrpcSenderLink | FaultySenderLink:
         faults = self.plans.pop(opening.transfer.number, ())

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 from engine.kv_layout import KVLayout, TensorLayout
 from engine.kv_quantization import quantized_layers
-from kv_transfer.frame import Frame, KVSlice
+from kv_transfer.frame import Frame, KVSlice, Payload
 from kv_transfer.packer import KVPiece
 
 
@@ -44,7 +45,7 @@ def pack(rows: np.ndarray, form: TensorLayout, token_start: int, token_end: int,
 
 
 def write_slice(kv: list[list[np.ndarray]], piece: KVSlice, layout: KVLayout) -> None:
-    data = np.frombuffer(piece.data, np.uint8)
+    data = np.frombuffer(on_host(piece.data), np.uint8)
     at = 0
     for rows, form in zip(kv[piece.layer], layout.layers[piece.layer], strict=True):
         for start, end in blocks_of(piece.token_start, piece.token_end, layout.block_size):
@@ -53,6 +54,10 @@ def write_slice(kv: list[list[np.ndarray]], piece: KVSlice, layout: KVLayout) ->
             rows[start:end] = (
                 part.reshape(form.num_heads, end - start, -1).transpose(1, 0, 2).reshape(end - start, -1)
             )
+
+
+def on_host(payload: Payload) -> memoryview:
+    return payload.cpu().numpy().data if isinstance(payload, Tensor) else payload
 
 
 def frame_of(payload: bytes, num_parts: int = 1) -> Frame:

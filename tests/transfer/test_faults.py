@@ -15,7 +15,7 @@ from kv_transfer.peers import PeerPool
 from kv_transfer.sender import Closed
 from kv_transfer.transport_choice import Transports
 from protos import kv_pb2, kv_pb2_grpc
-from tests.transfer.conftest import EPOCH, SESSION, Receiver, Wire
+from tests.transfer.conftest import EPOCH, SESSION, Receiver, Wire, offer
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.sinks import MemorySink
@@ -45,7 +45,7 @@ async def first_chunk_arrived(scene: Scene) -> None:
     await scene.opening
     for piece in scene.wire.prompt.pieces(16):
         if piece.token_start == 0:
-            scene.outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+            offer(scene.outbound, piece)
     await scene.sink.layer_0_came.wait()
 
 

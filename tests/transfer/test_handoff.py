@@ -9,7 +9,7 @@ from kv_transfer.outbound import HandoffEnded
 from kv_transfer.peers import PeerPool
 from kv_transfer.sender import Closed
 from kv_transfer.transport_choice import Transports
-from tests.transfer.conftest import SESSION, Receiver, Wire
+from tests.transfer.conftest import SESSION, Receiver, Wire, offer
 from tests.transfer.prompts import Prompt, make_layout
 from tests.transfer.proxy import Proxy
 from tests.transfer.tampering import Tampering
@@ -55,7 +55,7 @@ async def test_the_first_layer_arrives_while_the_sender_still_computes(wire: Wir
     await outbound.open()
     for piece in wire.prompt.pieces(16):
         if piece.token_start == 0:
-            outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+            offer(outbound, piece)
     await sink.layer_0_came.wait()
     assert not sink.outcomes
     outbound.cancel()
@@ -168,7 +168,7 @@ async def test_only_what_the_receiver_lacks_travels(wire: Wire, cached_tokens: i
     assert await outbound.open() == cached_tokens
     for piece in wire.prompt.pieces(1):
         if piece.token_start >= cached_tokens:
-            outbound.offer(piece.layer, piece.token_start, piece.token_end, piece.data)
+            offer(outbound, piece)
     outbound.commit((7,))
     sent = (wire.prompt.num_tokens - cached_tokens) * wire.prompt.layout.token_bytes
     assert await outbound.outcome == Accepted(sent)

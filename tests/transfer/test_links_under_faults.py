@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kv_transfer.messages import Accepted, Drop, DropCause, Grant
 from kv_transfer.outbound import HandoffEnded, HandoffOutbound
 from kv_transfer.transport_choice import TransportName, transports_for
+from tests.device import DEVICE
 from tests.transfer.conftest import SLOTS, Receiver, Wire
 from tests.transfer.fault_injection import Effect, Fault, Point
 from tests.transfer.faulty_links import FaultyPeers
@@ -41,7 +42,7 @@ async def run_disturbed(wire: Wire, sink: MemorySink) -> HandoffOutbound:
 
 
 async def disturb(transport: TransportName, faults: list[Fault]) -> None:
-    transports = transports_for(transport, SLOTS)
+    transports = transports_for(transport, SLOTS, device=DEVICE)
     receiver = await Receiver.start(PROMPT.layout, transports, terms=Grant(4, 700))
     peers = FaultyPeers(PROMPT.layout, "prefill-1", 5, transports)
     wire = Wire(PROMPT, receiver, peers, receiver.address)
@@ -71,7 +72,7 @@ def check_receiver(sink: MemorySink, outbound: HandoffOutbound) -> None:
         assert PROMPT.equals(sink.kv)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm", "gloo"])
+@pytest.mark.parametrize("transport", ["grpc", "shm", "ipc", "gloo"])
 @given(faults=st.lists(FAULTS, min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_happens_on_a_link_the_books_are_right(
@@ -81,7 +82,7 @@ def test_whatever_happens_on_a_link_the_books_are_right(
     asyncio.run(disturb(transport, faults))
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm", "gloo"])
+@pytest.mark.parametrize("transport", ["grpc", "shm", "ipc", "gloo"])
 @pytest.mark.parametrize("point", Point, ids=lambda point: point.value)
 @pytest.mark.parametrize("effect", Effect, ids=lambda effect: effect.value)
 def test_every_fault_at_every_point(transport: TransportName, point: Point, effect: Effect) -> None:

@@ -9,7 +9,7 @@ from kv_transfer.bulk import TransportFailed
 from kv_transfer.nixl_transport import NixlReader, NixlTransport, NixlWriter, is_available
 from protos import kv_pb2
 from tests.transfer.conftest import SLOTS
-from tests.transfer.prompts import frame_of, make_layout
+from tests.transfer.prompts import frame_of, make_layout, on_host
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the extra nixl is missing")
 
@@ -37,8 +37,8 @@ async def test_payloads_come_whatever_is_first_the_write_or_its_announcement(
         await first
         # By now others have come that nobody waits for yet.
         came = {slot: reader.start(slot, len(payloads[slot])) for slot in order if slot}
-        assert all([bytes(await each) == payloads[slot] for slot, each in came.items()])
-        await asyncio.gather(*sent)
+        assert all([bytes(on_host(await each)) == payloads[slot] for slot, each in came.items()])
+        await asyncio.gather(*(each.left for each in sent))
 
 
 async def test_a_wait_for_what_never_comes_ends_when_its_own_end_closes(
@@ -57,7 +57,7 @@ async def test_what_is_begun_after_the_close_fails_at_once(ends: tuple[NixlWrite
     writer.close()
     reader.close()
     with pytest.raises(TransportFailed):
-        await writer.start(0, frame_of(b"late"))
+        await writer.start(0, frame_of(b"late")).left
     with pytest.raises(TransportFailed):
         await reader.start(0, 4)
 
@@ -65,8 +65,8 @@ async def test_what_is_begun_after_the_close_fails_at_once(ends: tuple[NixlWrite
 async def test_a_view_stays_readable_after_the_close(ends: tuple[NixlWriter, NixlReader]) -> None:
     writer, reader = ends
     arriving = reader.start(0, 6)
-    await writer.start(0, frame_of(b"abcdef"))
-    view = await arriving
+    await writer.start(0, frame_of(b"abcdef")).left
+    view = on_host(await arriving)
     assert bytes(view) == b"abcdef"
     reader.close()
     await asyncio.sleep(0.05)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SequenceId
+from kv_transfer.bulk import Memory
 from worker.kv_export import KVExport
 
 NAME = SequenceId("a")
@@ -19,7 +20,7 @@ class SlowCopy:
     def __init__(self) -> None:
         self.may_copy = threading.Event()
 
-    def begin(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def to_host(self, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
         host = torch.zeros_like(packed)
 
         def wait() -> None:
@@ -28,6 +29,9 @@ class SlowCopy:
 
         return host, wait
 
+    def computed(self, packed: Tensor) -> Callable[[], None]:
+        return lambda: self.may_copy.wait() and None
+
 
 def packed(value: int) -> Tensor:
     return torch.full((3,), value, dtype=torch.uint8)
@@ -35,7 +39,7 @@ def packed(value: int) -> Tensor:
 
 async def test_pieces_come_in_order_and_not_after_a_detach() -> None:
     export, came = KVExport(asyncio.get_running_loop()), []
-    export.attach(NAME, lambda *piece: came.append((*piece[:3], bytes(piece[3]))))
+    export.attach(NAME, lambda *piece: came.append((*piece[:3], bytes(piece[3]))), Memory.HOST)
     for layer in range(3):
         await asyncio.to_thread(export.on_layer, NAME, layer, 4, 7, packed(layer))
     await asyncio.to_thread(export.on_layer, SequenceId("other"), 0, 4, 7, packed(9))
@@ -49,10 +53,10 @@ async def test_pieces_come_in_order_and_not_after_a_detach() -> None:
 
 async def test_what_follows_waits_for_the_devices_copies() -> None:
     export, device = KVExport(asyncio.get_running_loop()), SlowCopy()
-    export.copy_with(device)
+    export.wait_for(device)
     came: list[bytes | str] = []
     delivered = asyncio.Event()
-    export.attach(NAME, lambda *piece: came.append(bytes(piece[3])))
+    export.attach(NAME, lambda *piece: came.append(bytes(piece[3])), Memory.HOST)
     for layer in range(3):
         export.on_layer(NAME, layer, 0, 1, packed(layer))
     export.when_delivered(lambda: (came.append("commit"), delivered.set()))
