@@ -9,10 +9,10 @@ import pytest
 from tests.cluster.local_cluster import LocalCluster, local_cluster, together, token_request
 from tests.engine.engines import prompt_of
 from tests.reference import NearTies, Reference
-from tests.transfer.conftest import WITH_NCCL, WITH_NIXL
+from tests.transfer.conftest import TRANSPORTS
 
 
-@pytest.fixture(params=["grpc", "shm", "ipc", "gloo", WITH_NIXL, WITH_NCCL])
+@pytest.fixture(params=TRANSPORTS)
 async def cluster(tiny_model: Path, request: pytest.FixtureRequest):
     async with local_cluster(tiny_model, step_tokens=64, kv_transport=request.param) as running:
         yield running

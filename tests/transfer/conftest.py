@@ -135,10 +135,10 @@ def offer(outbound: HandoffOutbound, piece: KVPiece) -> None:
 
 WITH_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the extra nixl is missing"))
 
-WITH_NCCL = pytest.param("nccl", marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="tests run on a CPU"))
+TRANSPORTS = ["grpc", "shm", "ipc", "gloo", WITH_NIXL, *(["nccl"] if DEVICE.type == "cuda" else [])]
 
 
-@pytest.fixture(params=["grpc", "shm", "ipc", "gloo", WITH_NIXL, WITH_NCCL])
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> TransportName:
     """The way for frames; every test of hand-offs runs over each."""
     return request.param

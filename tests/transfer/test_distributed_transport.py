@@ -17,6 +17,7 @@ from tests.transfer.conftest import EPOCH, SLOTS, Receiver, Wire
 from tests.transfer.prompts import Prompt, frame_of, make_layout, on_host
 
 TOKEN = b"of this pair"
+GLOO = DistributedTransport("gloo", SLOTS, "127.0.0.1", torch.device("cpu"))
 
 
 @pytest.fixture
@@ -27,11 +28,9 @@ def transport() -> TransportName:
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[GroupWriter, GroupReader]]:
     """Both ends of one pair."""
-    accepted = await DistributedTransport("gloo", SLOTS, "127.0.0.1", torch.device("cpu")).accept(
-        kv_pb2.BulkOpen()
-    )
+    accepted = await GLOO.accept(kv_pb2.BulkOpen())
     accepted.ready.token = TOKEN
-    offer = DistributedTransport("gloo", SLOTS, "127.0.0.1", torch.device("cpu")).offer(make_layout())
+    offer = GLOO.offer(make_layout())
     reader, writer = await asyncio.gather(accepted.connect(), offer.connect(accepted.ready))
     yield writer, reader
     writer.close()
@@ -88,9 +87,7 @@ async def test_what_is_begun_after_a_failure_fails_at_once(ends: tuple[GroupWrit
 
 
 async def test_a_stranger_who_comes_first_forms_no_pair() -> None:
-    accepted = await DistributedTransport("gloo", SLOTS, "127.0.0.1", torch.device("cpu")).accept(
-        kv_pb2.BulkOpen()
-    )
+    accepted = await GLOO.accept(kv_pb2.BulkOpen())
     accepted.ready.token = TOKEN
     connecting = asyncio.ensure_future(accepted.connect())
     with socket.create_connection(("127.0.0.1", accepted.ready.group_store.port)) as stranger:
