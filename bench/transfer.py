@@ -1,6 +1,6 @@
-"""Hand-offs over every transport between two processes, a core each, beside what the machine can do.
+"""Hand-offs over every transport between two processes, on CPUs a core each, beside what the machine can do.
 
-Baselines of the same run: one thread's memcpy, and plain TCP over loopback.
+Baselines of the same run: a copy (one thread's memcpy, or the GPU's own), and plain TCP over loopback.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated
 
-import numpy as np
+import torch
 import typer
 import uvloop
 
 from bench.report import Report
 from bench.transfer_receiver import Setting, settle
-from bench.transfer_sender import Sender, memcpy_s, sender_to, tcp_s
+from bench.transfer_sender import Sender, copy_s, sender_to, tcp_s
 from engine.kv_layout import KVLayout, TensorLayout
 from kv_transfer.bulk import SlotTerms
 from kv_transfer.messages import Grant
@@ -48,6 +48,7 @@ class Plan:
     slots: SlotTerms
     terms: Grant
     cores: tuple[int, int]
+    device: str
 
     def setting(self, transport: TransportName, layout: KVLayout, max_tokens: int, checksum: bool) -> Setting:
         return Setting(
@@ -58,15 +59,17 @@ class Plan:
             terms=self.terms,
             has_checksum=checksum,
             core=self.cores[1],
+            device=self.device,
         )
 
 
 def baselines(sender: Sender, num_bytes: int, repeats: int) -> tuple[float, float]:
-    """MB/s of memcpy and of TCP."""
+    """MB/s of a copy and of TCP."""
     part = sender.memory[:num_bytes]
-    target = np.ones(num_bytes, np.uint8)
-    copying = median(memcpy_s(part, target) for _ in range(repeats))
-    sending = median(tcp_s(sender.ports, part) for _ in range(repeats))
+    target = torch.ones_like(part)
+    copying = median(copy_s(part, target) for _ in range(repeats))
+    in_host = part.cpu().numpy().data
+    sending = median(tcp_s(sender.ports, in_host) for _ in range(repeats))
     return num_bytes / copying / 1e6, num_bytes / sending / 1e6
 
 
@@ -77,7 +80,7 @@ async def rates(plan: Plan, report: Report, transport: TransportName, checksum: 
             await sender.hand_off(largest, table)
         for size_mb in plan.sizes_mb:
             num_bytes = size_mb * MB
-            memcpy, tcp = baselines(sender, num_bytes, plan.repeats)
+            copy, tcp = baselines(sender, num_bytes, plan.repeats)
             reached = [
                 median([await rate(sender, num_bytes, table) for _ in range(plan.repeats)])
                 for table in ("contiguous", "shuffled")
@@ -87,10 +90,10 @@ async def rates(plan: Plan, report: Report, transport: TransportName, checksum: 
                     transport,
                     "yes" if checksum else "no",
                     size_mb,
-                    memcpy,
+                    copy,
                     tcp,
                     *reached,
-                    reached[0] / memcpy,
+                    reached[0] / copy,
                     reached[0] / tcp,
                     reached[0] / reached[1],
                 )
@@ -153,11 +156,13 @@ def main(
     repeats: Annotated[int, typer.Option(help="Of which the medians are taken.")] = 7,
     slots: Annotated[int, typer.Option(help="Slots of a bulk.")] = 16,
     slot_kb: Annotated[int, typer.Option(help="Size of a slot.")] = 4096,
+    device: Annotated[str, typer.Option(help="Where K and V lie: cpu or cuda.")] = "cpu",
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
 ) -> None:
     """MB/s, exposed transfer and token delivery of hand-offs, by transport."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    settle(first)
+    if device == "cpu":
+        settle(first)
     plan = Plan(
         list(transports.split(",")),  # pyright: ignore[reportArgumentType]
         [int(size) for size in sizes.split(",")],
@@ -165,6 +170,7 @@ def main(
         SlotTerms(slots, slot_kb << 10),
         Grant(slots, (slot_kb << 10) + 4096),
         (first, second),
+        device,
     )
     reports = uvloop.run(measure(plan))
     for number, report in enumerate(reports):
@@ -180,11 +186,11 @@ async def measure(plan: Plan) -> list[Report]:
             "transport",
             "checksum",
             "MB",
-            "memcpy",
+            "copy",
             "TCP",
             "contiguous",
             "shuffled",
-            "/memcpy",
+            "/copy",
             "/TCP",
             "cont./shuf.",
         ),

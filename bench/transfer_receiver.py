@@ -47,6 +47,7 @@ class Setting:
     terms: Grant
     has_checksum: bool
     core: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,12 @@ class Ports:
 
     grpc: int
     tcp: int
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when the device has done what this thread gave it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def settle(core: int) -> None:
@@ -81,11 +88,12 @@ def _no_digest(fields: Bytes, parts: object) -> int:
 class PageSink:
     """One hand-off into pages (kv_transfer's HandoffSink), which one thread writes, as an engine's does."""
 
-    def __init__(self, wire: KVWire, block_table: np.ndarray, engine: Executor) -> None:
+    def __init__(self, wire: KVWire, block_table: np.ndarray, engine: Executor, device: torch.device) -> None:
         self.dropped: asyncio.Future[Drop] = asyncio.get_running_loop().create_future()
         self._wire = wire
         self._block_table = block_table
         self._engine = engine
+        self._device = device
 
     async def reserve(self) -> int:
         return 0
@@ -96,6 +104,7 @@ class PageSink:
     def _scatter(self, slices: Sequence[KVSlice]) -> None:
         for layer, token_start, token_end, data in slices:
             self._wire.at(self._block_table, token_start, token_end).unpack(layer, data)
+        wait_for(self._device)
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         """Nothing runs here."""
@@ -107,9 +116,10 @@ class PageSink:
 class PageDoor:
     """Lets every hand-off in; its session's name says what its block table is like."""
 
-    def __init__(self, layout: KVLayout, max_tokens: int) -> None:
+    def __init__(self, layout: KVLayout, max_tokens: int, device: torch.device) -> None:
         num_blocks = max_tokens // layout.block_size
-        self._wire = kv_wire(KVCache(layout, num_blocks, torch.device("cpu")), layout)
+        self._device = device
+        self._wire = kv_wire(KVCache(layout, num_blocks, device), layout)
         self._engine = ThreadPoolExecutor(1)
         self._tables = {
             "contiguous": np.arange(num_blocks),
@@ -117,7 +127,7 @@ class PageDoor:
         }
 
     async def authorize(self, opening: Open, layout: KVLayout) -> PageSink:
-        return PageSink(self._wire, self._tables[opening.transfer.session], self._engine)
+        return PageSink(self._wire, self._tables[opening.transfer.session], self._engine, self._device)
 
 
 async def _send_tokens(request: bytes, context: grpc.aio.ServicerContext) -> None:
@@ -144,13 +154,14 @@ def _drain(listener: socket.socket) -> None:
 
 
 async def _serve(setting: Setting, parent: Connection) -> None:
+    device = torch.device(setting.device)
     service = KvTransferService(
-        PageDoor(setting.layout, setting.max_tokens),
+        PageDoor(setting.layout, setting.max_tokens, device),
         setting.layout,
         setting.terms,
         worker_id="receiver",
         epoch=EPOCH,
-        transports=transports_for(setting.transport, setting.slots),
+        transports=transports_for(setting.transport, setting.slots, device=device),
     )
     server = grpc.aio.server(
         options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
@@ -170,7 +181,8 @@ async def _serve(setting: Setting, parent: Connection) -> None:
 
 
 def _run(setting: Setting, parent: Connection) -> None:
-    settle(setting.core)
+    if setting.device == "cpu":
+        settle(setting.core)
     with checksums(setting.has_checksum):
         uvloop.run(_serve(setting, parent))
 

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+import torch
+from torch import Tensor
 
-from bench.transfer_receiver import EPOCH, TOKENS_METHOD, Ports, Setting, checksums, receiver
+from bench.transfer_receiver import EPOCH, TOKENS_METHOD, Ports, Setting, checksums, receiver, wait_for
+from kv_transfer.bulk import Memory
+from kv_transfer.frame import Payload
 from kv_transfer.messages import Accepted, TransferId
 from kv_transfer.outbound import HandoffOutbound, HandoffTicket
 from kv_transfer.peers import PeerAddress, PeerPool
@@ -32,11 +36,17 @@ class Handoff:
 
 @dataclass(slots=True)
 class Sender:
-    """One pair: this process, and the receiver's."""
+    """One pair: this process, and the receiver's.
+
+    Attributes:
+        memory: [num_bytes] uint8, the K and V.
+        pinned: of the host, as long; memory itself if that is of the host.
+    """
 
     peers: PeerPool
     ports: Ports
-    memory: memoryview
+    memory: Tensor
+    pinned: Tensor
     number: int = 0
 
     async def hand_off(self, num_tokens: int, table: str = "contiguous", layer_s: float = 0.0) -> Handoff:
@@ -53,7 +63,7 @@ class Sender:
                 await asyncio.sleep(layer_s)
             last = time.perf_counter()
             size = layout.layer_token_bytes(layer) * num_tokens
-            outbound.offer(layer, 0, num_tokens, self.memory[layer * size : (layer + 1) * size])
+            outbound.offer(layer, 0, num_tokens, self._computed(layer * size, size, outbound.memory))
         outbound.commit((0,))
         outcome = await outbound.outcome
         accepted = time.perf_counter()
@@ -61,6 +71,17 @@ class Sender:
             raise RuntimeError(f"a hand-off of the bench failed: {outcome}")
         await outbound.released
         return Handoff(accepted - first, accepted - last)
+
+    def _computed(self, start: int, num_bytes: int, memory: Memory) -> Payload:
+        """A layer, where the way for frames wants it; brought to the host if need be, as a worker does it."""
+        part = self.memory[start : start + num_bytes]
+        if memory is Memory.DEVICE:
+            return part
+        if part.device.type == "cpu":
+            return part.numpy().data
+        in_host = self.pinned[start : start + num_bytes]
+        in_host.copy_(part)
+        return in_host.numpy().data
 
     def _ticket(self, num_tokens: int, table: str) -> HandoffTicket:
         self.number += 1
@@ -88,12 +109,15 @@ class Sender:
 async def sender_to(setting: Setting) -> AsyncIterator[Sender]:
     """A receiving process, and what sends to it."""
     size = setting.max_tokens * setting.layout.token_bytes
-    memory = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    device = torch.device(setting.device)
+    in_host = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, np.uint8))
+    memory = in_host.to(device)
+    pinned = in_host if device.type == "cpu" else in_host.pin_memory()
     with receiver(setting) as ports, checksums(setting.has_checksum):
-        transports = transports_for(setting.transport, setting.slots)
+        transports = transports_for(setting.transport, setting.slots, device=device)
         peers = PeerPool(setting.layout, "sender", 2, transports=transports)
         try:
-            yield Sender(peers, ports, memory.data)
+            yield Sender(peers, ports, memory, pinned)
         finally:
             await peers.close()
 
@@ -109,9 +133,9 @@ def tcp_s(ports: Ports, memory: memoryview, piece_bytes: int = 1 << 20) -> float
         return time.perf_counter() - started
 
 
-def memcpy_s(memory: memoryview, target: np.ndarray) -> float:
-    """Seconds for one thread to copy `memory` into memory that it has written before."""
-    source = np.frombuffer(memory, np.uint8)
+def copy_s(memory: Tensor, target: Tensor) -> float:
+    """Seconds for one thread, or the device, to copy `memory` into memory that was written before."""
     started = time.perf_counter()
-    np.copyto(target[: len(source)], source)
+    target.copy_(memory)
+    wait_for(memory.device)
     return time.perf_counter() - started
