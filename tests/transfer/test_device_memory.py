@@ -110,6 +110,6 @@ async def test_nothing_is_left_of_a_pair_that_closed(wire: Wire) -> None:
     assert len(device_memory._own) == 1
     await wire.peers.close()
     await wire.receiver.service.close()
-    while device_memory._own:
+    while device_memory._own:  # noqa: ASYNC110
         # Both ends close on their own; what stays keeps the test waiting until its time is over.
         await asyncio.sleep(0.01)
