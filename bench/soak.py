@@ -239,12 +239,14 @@ async def _is_clean(worker: WorkerServer) -> bool:
 
 
 @asynccontextmanager
-async def soaking(model: Path, transport: TransportName, seed: int) -> AsyncIterator[Soak]:
+async def soaking(
+    model: Path, transport: TransportName, seed: int, device: str = "cpu"
+) -> AsyncIterator[Soak]:
     """Two workers of a model, ready for disturbed hand-offs."""
     config = WorkerConfig(
         model_path=model,
         dtype="float32",
-        device="cpu",
+        device=device,
         # A few of the prompts only: grants wait for blocks.
         kv_cache_bytes=1 << 20,
         step_tokens=64,
@@ -266,8 +268,10 @@ async def soaking(model: Path, transport: TransportName, seed: int) -> AsyncIter
         yield Soak(prefill, decode, sending, receiving, peers, random.Random(seed))
 
 
-async def soak(model: Path, transport: TransportName, num_handoffs: int, seed: int) -> Tally:
-    async with soaking(model, transport, seed) as run:
+async def soak(
+    model: Path, transport: TransportName, num_handoffs: int, seed: int, device: str = "cpu"
+) -> Tally:
+    async with soaking(model, transport, seed, device) as run:
         return await run.run(num_handoffs)
 
 
@@ -288,14 +292,15 @@ def report_of(title: str, tally: Tally) -> Report:
 
 def main(
     handoffs: Annotated[int, typer.Option("--count", help="Hand-offs.")] = 10_000,
-    transport: Annotated[str, typer.Option(help="auto, shm, gloo, nixl or grpc.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, ipc, nccl, gloo, nixl or grpc.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the disturbances.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[Path | None, typer.Option(help="Also writes the figures there.")] = None,
 ) -> None:
     """Raises WrongBooks if anything is left or wrong at the end."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "tiny-llama")
-        tally = asyncio.run(soak(model, transport, handoffs, seed))  # pyright: ignore[reportArgumentType]
+        tally = asyncio.run(soak(model, transport, handoffs, seed, device))  # pyright: ignore[reportArgumentType]
     report = report_of(f"{handoffs} disturbed hand-offs over {transport}, seed {seed}", tally)
     report.print()
     if json is not None:

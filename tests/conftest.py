@@ -9,8 +9,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_models import make_tiny_model
+
+# No test measures time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

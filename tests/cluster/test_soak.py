@@ -8,7 +8,7 @@ from bench.soak import soak
 from kv_transfer.transport_choice import TransportName
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("grpc", 1), ("shm", 2), ("gloo", 3)])
+@pytest.mark.parametrize(("transport", "seed"), [("grpc", 1), ("shm", 2), ("gloo", 3), ("ipc", 4)])
 async def test_disturbed_hand_offs_leave_nothing_behind_and_no_wrong_text(
     tiny_model: Path, transport: TransportName, seed: int
 ):

@@ -159,7 +159,7 @@ def test_what_pages_cannot_serve_is_refused_with_the_reason(
 ):
     folder = make_tiny_decoder(tmp_path, family, **shape)
     with pytest.raises(UnsupportedModel, match=f"{folder}.*{reason}"):
-        tiny_engine(folder)
+        tiny_engine(folder, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -74,7 +74,7 @@ def check_receiver(sink: MemorySink, outbound: HandoffOutbound) -> None:
 
 @pytest.mark.parametrize("transport", ["grpc", "shm", "ipc", "gloo"])
 @given(faults=st.lists(FAULTS, min_size=1, max_size=3))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_happens_on_a_link_the_books_are_right(
     transport: TransportName, faults: list[Fault]
 ) -> None:

@@ -18,7 +18,7 @@ PAIRS = {
 
 
 @given(**PAIRS, data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_hand_off_arrives_whatever_overtakes_what(
     num_layers: int,
     num_tokens: int,
@@ -35,7 +35,7 @@ def test_every_hand_off_arrives_whatever_overtakes_what(
 
 
 @given(**PAIRS, cancel_after=st.integers(0, 60), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_cancel_at_any_point_ends_both_sides_once(
     num_layers: int,
     num_tokens: int,

@@ -78,7 +78,7 @@ class FaultyPair(Pair):
     faults=st.lists(FAULTS, min_size=1, max_size=3),
     data=st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_whatever_happens_on_the_way_the_books_are_right(
     num_tokens: int,
     chunk_tokens: int,

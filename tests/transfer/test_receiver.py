@@ -319,4 +319,4 @@ def _fields(frame: Frame) -> dict[str, int]:
 
 
 TestReceiverInterleavings = ReceiverInterleavings.TestCase
-TestReceiverInterleavings.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestReceiverInterleavings.settings = settings(max_examples=200, stateful_step_count=40)

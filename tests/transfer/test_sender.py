@@ -246,4 +246,4 @@ class SenderInterleavings(RuleBasedStateMachine):
 
 
 TestSenderInterleavings = SenderInterleavings.TestCase
-TestSenderInterleavings.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSenderInterleavings.settings = settings(max_examples=200, stateful_step_count=40)

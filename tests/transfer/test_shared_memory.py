@@ -12,7 +12,7 @@ from kv_transfer.messages import Accepted, Drop, DropCause
 from kv_transfer.outbound import HandoffEnded
 from kv_transfer.peers import PeerAddress, PeerPool
 from kv_transfer.shared_memory import SharedMemoryTransport
-from kv_transfer.transport_choice import TransportName, Transports, transports_for
+from kv_transfer.transport_choice import Transports, transports_for
 from protos import kv_pb2
 from tests.transfer.conftest import EPOCH, SLOTS, Receiver, Wire
 from tests.transfer.prompts import Prompt, make_layout
@@ -21,8 +21,9 @@ from tests.transfer.tampering import Tampering
 
 
 @pytest.fixture
-def transport() -> TransportName:
-    return "auto"
+def transports() -> Transports:
+    """Of a worker that has no GPU."""
+    return transports_for("auto", SLOTS)
 
 
 async def transport_of(wire: Wire) -> str:

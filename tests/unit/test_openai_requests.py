@@ -62,13 +62,13 @@ def bodies(kind: type[StrictBody], base: dict) -> st.SearchStrategy[dict]:
     return wrong.map(lambda fields: {**base, **fields})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies(ChatRequest, CHAT))
 async def test_any_chat_is_refused_clearly_or_finds_no_worker(door: httpx.AsyncClient, body: dict) -> None:
     await check_answer(door, "/v1/chat/completions", body)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies(CompletionRequest, TEXT) | bodies(CompletionRequest, {"prompt": ["a", "b"]}))
 async def test_any_completion_is_refused_clearly_or_finds_no_worker(
     door: httpx.AsyncClient, body: dict
@@ -76,13 +76,13 @@ async def test_any_completion_is_refused_clearly_or_finds_no_worker(
     await check_answer(door, "/v1/completions", body)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies(TokenizeRequest, {}) | bodies(TokenizeRequest, TEXT) | bodies(TokenizeRequest, CHAT))
 async def test_any_tokenize_is_refused_clearly_or_answered(door: httpx.AsyncClient, body: dict) -> None:
     await check_answer(door, "/tokenize", body)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=bodies(DetokenizeRequest, {"tokens": [1]}) | st.builds(dict, tokens=st.lists(st.integers(-1, 384)))
 )
@@ -99,7 +99,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return text[:start] + draw(st.binary(max_size=6)) + text[end:]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), text=damaged())
 async def test_a_damaged_body_is_refused_clearly_or_still_a_request(
     door: httpx.AsyncClient, path: str, text: bytes

@@ -59,7 +59,7 @@ def sampled(grammar: CompiledGrammar, seed: int) -> list[int]:
     return tokens
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_required_call_is_one_call_with_fitting_arguments(
     planned: tuple[CallPlan, CompiledGrammar], tiny_model: Path, seed: int
