@@ -57,12 +57,13 @@ def main(
     transports: Annotated[str, typer.Option(help="Comma-separated.")] = "grpc,shm,gloo",
     lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "128,512,2048,4096",
     repeats: Annotated[int, typer.Option(help="Of which the medians are taken.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu (a core for each worker) or cuda.")] = "cpu",
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
 ) -> None:
     """Exposed transfer as a share of TTFT."""
     chance = random.Random(0)
     report = Report(
-        f"{model}, 1 prefill and 1 decode worker, a core each; medians of {repeats}",
+        f"{model}, 1 prefill and 1 decode worker on {device}; medians of {repeats}",
         ("transport", "prompt", "KV MB", "TTFT ms", "prefill ms", "exposed transfer ms", "of TTFT"),
     )
     for transport in transports.split(","):
@@ -71,8 +72,8 @@ def main(
             running_cluster(
                 model,
                 Path(logs),
-                pin=sorted(os.sched_getaffinity(0)),
-                worker_options=["--kv-transport", transport],
+                pin=sorted(os.sched_getaffinity(0)) if device == "cpu" else (),
+                worker_options=["--kv-transport", transport, "--device", device],
                 router_options=["--decode-prefill-tokens", "0", "--loaded-prefill-s", "1e9"],
             ) as cluster,
             grpc.insecure_channel(cluster.router.grpc) as channel,
