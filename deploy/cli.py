@@ -122,7 +122,9 @@ def up(
     ] = None,
     kv_transport: Annotated[
         str | None,
-        typer.Option(help="How KV goes: auto (default: shm on one machine, else grpc), nccl, gloo, nixl ..."),
+        typer.Option(
+            help="How KV goes: auto (default: ipc or shm on one machine, else grpc), nccl, gloo, nixl ..."
+        ),
     ] = None,
     http_port: Annotated[int | None, typer.Option(help="Of the OpenAI door. Default: 8000; 0: any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Of the gRPC door. Default: 50051; 0: any.")] = None,

@@ -89,4 +89,4 @@ def first_chunk_of_layer_0(engine: Engine) -> torch.Tensor:
     """K of the first chunk's tokens, of the one sequence that there is."""
     ((sequence,),) = engine._sequences.values()
     slots = sequence.slots(0, CHUNK, engine.layout.block_size)
-    return engine._cache.gather(0, 0, torch.from_numpy(slots))
+    return engine._cache.gather(0, 0, torch.from_numpy(slots).to(engine.device)).cpu()
