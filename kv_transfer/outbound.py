@@ -62,6 +62,7 @@ class HandoffOutbound:
     Attributes:
         outcome: Accepted, Drop (it failed; a hint, the receiver decides) or Closed (`close` or `cancel`).
         memory: where the offered bytes must lie; known when `open` has returned.
+        transport: the name of the way that its frames go; known then too.
         released: resolves when nothing of the hand-off reads the offered bytes any more: before the outcome
             when it goes well. Both resolve always, once, with a value: await them through `asyncio.shield`,
             so that a waiter that is cancelled does not cancel them.
@@ -72,6 +73,7 @@ class HandoffOutbound:
         self.outcome: asyncio.Future[Accepted | Drop | Closed] = loop.create_future()
         self.released: asyncio.Future[None] = loop.create_future()
         self.memory = Memory.HOST
+        self.transport = ""
         self._granted: asyncio.Future[int] = loop.create_future()
         self._peers = peers
         self._ticket = ticket
@@ -163,7 +165,7 @@ class HandoffOutbound:
         try:
             peer = await self._peers.acquire(receiver)
             try:
-                self.memory = peer.memory
+                self.memory, self.transport = peer.memory, peer.transport
                 if not self.outcome.done():
                     await self._drive(peer.link(self._opening()))
             finally:

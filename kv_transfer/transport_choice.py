@@ -116,6 +116,19 @@ def transports_for(
             return Transports((nixl_transport.NixlTransport(terms),), ())
 
 
+def check_slots(layout: KVLayout, slot_bytes: int, choice: TransportName) -> None:
+    """
+    Raises:
+        TransferConfigError: a way with slots is forced, and one does not hold a block of `layout`.
+    """
+    needed = layout.largest_block_bytes
+    if choice not in ("auto", GRPC) and needed > slot_bytes:
+        raise TransferConfigError(
+            f"kv_slot_bytes: a block of {layout.block_size} tokens needs {needed} bytes in one layer, "
+            f"not {slot_bytes}"
+        )
+
+
 def check_frame_limit(layout: KVLayout, max_frame_bytes: int) -> None:
     """
     Raises:

@@ -23,6 +23,7 @@ class LoadMonitor:
     def __init__(self, load: EngineLoad, role: str) -> None:
         self.registry = CollectorRegistry()
         self.draining = False
+        self._role = role
         self._load = load
         self._step_s: deque[float] = deque(maxlen=_WINDOW)
         # Of each step with prompt tokens: tokens a second, and how many there were.
@@ -44,7 +45,12 @@ class LoadMonitor:
         self._preemptions = counter("num_preemptions", "Sequences that gave their blocks up.")
         self._prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._sent = counter("kv_sent_bytes", "K and V handed off to other workers.")
+        self._sent = Counter(
+            "baton_kv_sent_bytes",
+            "K and V handed off to other workers.",
+            ["role", "transport"],
+            registry=self.registry,
+        )
         self._received = counter("kv_received_bytes", "K and V handed off to this worker.")
         self._steps = Histogram(
             "baton_step_seconds", "Engine steps.", ["role"], registry=self.registry, buckets=_STEP_BUCKETS
@@ -68,9 +74,9 @@ class LoadMonitor:
             self._prompt_tokens.inc(step.num_prompt_tokens)
             self._prefill_rates.append((step.num_prompt_tokens / step.duration_s, step.num_prompt_tokens))
 
-    def on_kv_sent(self, num_bytes: int) -> None:
+    def on_kv_sent(self, num_bytes: int, transport: str) -> None:
         self._kv_bytes_sent += num_bytes
-        self._sent.inc(num_bytes)
+        self._sent.labels(self._role, transport).inc(num_bytes)
 
     def on_kv_received(self, num_bytes: int) -> None:
         self._kv_bytes_received += num_bytes

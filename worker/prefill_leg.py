@@ -113,7 +113,7 @@ class PrefillLeg(Leg):
     def _report(self, held: HeldSequence, outcome: Accepted | Drop | Closed) -> None:
         if not isinstance(outcome, Accepted):
             raise _dropped(outcome)
-        self._monitor.on_kv_sent(outcome.kv_bytes)
+        self._monitor.on_kv_sent(outcome.kv_bytes, self._handoff.transport)
         marks = held.marks
         self.assignment.session.event().prefilled.append(
             worker_pb2.Prefilled(

@@ -19,7 +19,7 @@ from kv_transfer.compatibility import layout_to_proto
 from kv_transfer.messages import Grant
 from kv_transfer.peers import PeerPool
 from kv_transfer.servicer import KvTransferService
-from kv_transfer.transport_choice import check_frame_limit, transports_for
+from kv_transfer.transport_choice import check_frame_limit, check_slots, transports_for
 from protos import PROTOCOL_VERSION, kv_pb2, worker_pb2, worker_pb2_grpc
 from security.channel_security import channel_security
 from worker.config import WorkerConfig
@@ -113,6 +113,7 @@ class WorkerServer:
             kv_trusted_network=self.config.kv_trusted_network,
         )
         check_frame_limit(engine.wire_layout, self.config.max_frame_bytes)
+        check_slots(engine.wire_layout, self.config.kv_slot_bytes, self.config.kv_transport)
         transports = transports_for(
             self.config.kv_transport,
             SlotTerms(self.config.kv_slots, self.config.kv_slot_bytes),

@@ -13,19 +13,30 @@ from tests.transfer.conftest import TRANSPORTS
 
 
 @pytest.fixture(params=TRANSPORTS)
-async def cluster(tiny_model: Path, request: pytest.FixtureRequest):
-    async with local_cluster(tiny_model, step_tokens=64, kv_transport=request.param) as running:
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def cluster(tiny_model: Path, transport: str):
+    async with local_cluster(tiny_model, step_tokens=64, kv_transport=transport) as running:
         yield running
         await running.wait_clean()
 
 
-async def test_sixteen_prompts_give_the_reference_texts(cluster: LocalCluster, tiny_model: Path):
+async def test_sixteen_prompts_give_the_reference_texts(
+    cluster: LocalCluster, tiny_model: Path, transport: str
+):
     reference, ties = Reference(tiny_model), NearTies(allowed=1)
     prompts = [prompt_of(60 + 25 * n, seed=n) for n in range(16)]
     answers = await together(cluster, [token_request(prompt, 8) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
         ties.check(answer.token_ids, reference.greedy(prompt, 8))
         assert answer.last.served_by.kv_bytes > 0
+    (prefill,) = cluster.prefill
+    labels = {"role": "prefill", "transport": transport}
+    sent = prefill.monitor.registry.get_sample_value("baton_kv_sent_bytes_total", labels)
+    assert sent == sum(answer.last.served_by.kv_bytes for answer in answers)
 
 
 async def test_clients_that_hang_up_leave_both_workers_clean(cluster: LocalCluster, tiny_model: Path):

@@ -176,6 +176,10 @@ class FaultyPeer:
     def memory(self) -> Memory:
         return self.peer.memory
 
+    @property
+    def transport(self) -> str:
+        return self.peer.transport
+
     def link(self, opening: Open) -> GrpcSenderLink | FaultySenderLink:
         faults = self.plans.pop(opening.transfer.number, ())
         link = self.peer.link(opening)

@@ -12,7 +12,7 @@ from kv_transfer.compatibility import (
     layout_from_proto,
     layout_to_proto,
 )
-from kv_transfer.transport_choice import TransferConfigError, check_frame_limit
+from kv_transfer.transport_choice import TransferConfigError, TransportName, check_frame_limit, check_slots
 from tests.transfer.prompts import make_layout, quantized
 
 
@@ -71,6 +71,14 @@ def test_a_frame_limit_below_one_block_is_refused_when_a_worker_starts() -> None
     check_frame_limit(make_layout(), 304)
     with pytest.raises(TransferConfigError, match="4 tokens needs 304 bytes in one layer, not 303"):
         check_frame_limit(make_layout(), 303)
+
+
+@pytest.mark.parametrize("choice", ["shm", "ipc", "gloo"])
+def test_slots_that_hold_no_block_are_refused_when_a_worker_starts(choice: TransportName) -> None:
+    check_slots(make_layout(), 256, choice)
+    check_slots(make_layout(), 255, "auto")
+    with pytest.raises(TransferConfigError, match="4 tokens needs 256 bytes in one layer, not 255"):
+        check_slots(make_layout(), 255, choice)
 
 
 def test_blocks_of_another_size_are_no_difference() -> None:
