@@ -42,6 +42,7 @@ class BulkSender:
         for slot in reversed(range(ready.num_slots)):
             self._free.put_nowait(slot)
         self._held: set[int] = set()
+        self._is_closed = False
         self._outbox = kv_pb2.BulkMessage()
         self._has_words = asyncio.Event()
         self._tasks = (
@@ -111,6 +112,7 @@ class BulkSender:
 
     async def close(self) -> None:
         """Ends the pair's epoch at both ends."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -171,7 +173,7 @@ class BulkSender:
         self._free.put_nowait(slot)
 
     def _break(self, detail: str) -> None:
-        if self.broken.done():
+        if self.broken.done() or self._is_closed:
             return
         log.warning("%s: the pair broke: %s", self.transport, detail)
         self.broken.set_result(detail)

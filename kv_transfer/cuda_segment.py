@@ -1,6 +1,7 @@
 """Memory of a GPU that another process of the machine can map: CUDA's IPC handles."""
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -73,7 +74,12 @@ class _Owner:
             "version": 3,
         }
         # A process that ends gives all back.
-        weakref.finalize(self, end, address).atexit = False
+        weakref.finalize(self, _end_in_thread, end, address).atexit = False
+
+
+def _end_in_thread(end: Callable[[int], object], address: int) -> None:
+    # It waits for all that the device does.
+    threading.Thread(target=end, args=(address,), name="cuda memory", daemon=True).start()
 
 
 def _tensor(address: int, num_bytes: int, device: torch.device, end: Callable[[int], object]) -> Tensor:

@@ -92,8 +92,22 @@ class GroupAcceptance:
         self._terms = terms
 
     async def connect(self) -> "GroupReader":
-        forming = in_thread(lambda: self._meeting.form(self.ready.token), "form a pair")
-        return GroupReader(await forming, self._terms)
+        group, slots = await in_thread(self._form, "form a pair")
+        return GroupReader(group, slots)
+
+    def _form(self) -> tuple[ProcessGroup, torch.Tensor]:
+        """
+        Returns:
+            The group, and [num_slots, slot_bytes] uint8 on its device. Of the host only what was used once
+            is taken.
+        """
+        group = self._meeting.form(self.ready.token)
+        shape = (self._terms.num_slots, self._terms.slot_bytes)
+        slots = torch.empty(shape, dtype=torch.uint8, device=group.device)
+        if group.device.type == "cuda":
+            # torch gives memory that the engine's stream may still be at.
+            torch.cuda.current_stream(group.device).synchronize()
+        return group, slots
 
     def discard(self) -> None:
         self._meeting.close()
@@ -148,10 +162,10 @@ class DeviceGroupWriter:
 
 
 class GroupReader:
-    """See SlotReader. Of the host memory is taken only for slots that were used once."""
+    """See SlotReader."""
 
-    def __init__(self, group: ProcessGroup, terms: SlotTerms) -> None:
-        self._slots = torch.empty(terms.num_slots, terms.slot_bytes, dtype=torch.uint8, device=group.device)
+    def __init__(self, group: ProcessGroup, slots: torch.Tensor) -> None:
+        self._slots = slots
         self._mover: _Mover[Payload] = _Mover(group, "kv receive")
 
     def start(self, slot: int, payload_bytes: int) -> asyncio.Future[Payload]:
