@@ -39,7 +39,7 @@ class Departure(NamedTuple):
 
     Attributes:
         checksum: the frame is announced as soon as it is known; in the order in which frames were begun.
-        left: ends when the frame's memory is read no more, or with TransportFailed.
+        left: ends when the frame's memory is read no more, or with TransportFailed; not before `checksum`.
     """
 
     checksum: asyncio.Future[int]
@@ -60,7 +60,7 @@ class SlotWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives everything up. No frame's memory is read after that."""
+        """Gives everything up. A frame that is being moved is held for that moment."""
         ...
 
 
@@ -133,11 +133,11 @@ class BulkTransport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def offer(self, layout: KVLayout) -> BulkOffer | None:
+    async def offer(self, layout: KVLayout) -> BulkOffer | None:
         """For the sender of a pair. None: this machine cannot do it, or a slot holds no block of a layer."""
         ...
 
-    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+    async def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         """For the receiver, in the handshake: why this offer cannot be taken up, or None. Keeps nothing."""
         ...
 

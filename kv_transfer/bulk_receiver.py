@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import grpc
 
 from kv_transfer.bulk import SlotReader, SlotTerms, TransportFailed
+from kv_transfer.device_sealer import DeviceSealer
 from kv_transfer.frame import DamagedFrame, Frame, Payload, checksum
-from kv_transfer.messages import TransferId
+from kv_transfer.messages import DropCause, TransferId
+from kv_transfer.transport import LinkBroken
 from protos import kv_pb2
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,10 @@ class SlotArrival:
         )
 
     async def check(self) -> None:
-        is_waited_for = self.frame.is_on_device
-        found = await asyncio.to_thread(checksum, self.frame) if is_waited_for else checksum(self.frame)
+        try:
+            found = await self._bulk.checksum(self.frame)
+        except TransportFailed as error:
+            raise LinkBroken(DropCause.PUSH_BROKEN, str(error)) from error
         if found != self._checksum:
             raise DamagedFrame(f"{self.frame}: the checksum does not match the bytes")
 
@@ -103,8 +107,23 @@ class BulkReceiver:
         self._free: list[int] = []
         self._has_free = asyncio.Event()
         self._scrapping: set[asyncio.Task[None]] = set()
+        # Takes the checksums of what lies on a device.
+        self._sealer: DeviceSealer | None = None
         # What is wrong with the pair, once something is.
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def checksum(self, frame: Frame) -> int:
+        """
+        Raises:
+            TransportFailed: the bulk is broken, or the device that the frame lies on.
+        """
+        if not frame.is_on_device:
+            return checksum(frame)
+        if self._sealer is None:
+            self._sealer = DeviceSealer(frame.device_parts[0].device)
+            if self._failed.done():
+                self._sealer.close()
+        return (await self._sealer.seal(frame)).checksum
 
     def attach(self, transfer: TransferId) -> BulkInbox:
         """Frames of that hand-off go there from now on. Its `close` ends that."""
@@ -217,6 +236,8 @@ class BulkReceiver:
             return
         self._failed.set_result(detail)
         self._reader.close()
+        if self._sealer is not None:
+            self._sealer.close()
         for inbox in self._inboxes.values():
             if not inbox.broken.done():
                 inbox.broken.set_result(detail)

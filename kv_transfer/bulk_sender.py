@@ -86,7 +86,6 @@ class BulkSender:
             TransportFailed: the pair is broken.
         """
         slot = await self._take_slot()
-        self._held.add(slot)
         try:
             departure = self._writer.start(slot, frame)
         except TransportFailed as error:
@@ -97,7 +96,7 @@ class BulkSender:
             self._announce(transfer, slot, frame, departure.checksum)
         else:
             departure.checksum.add_done_callback(partial(self._announce, transfer, slot, frame))
-        # The words go out before the next frame is begun.
+        # Words that are known go out before the next frame is begun.
         await asyncio.sleep(0)
         return departure.left
 
@@ -130,6 +129,7 @@ class BulkSender:
     def _announce(self, transfer: TransferId, slot: int, frame: Frame, checksum: asyncio.Future[int]) -> None:
         if checksum.exception() is not None:
             return  # `_on_left` breaks the pair
+        self._held.add(slot)
         self._outbox.frames.append(
             kv_pb2.FrameAnnounced(
                 transfer=kv_pb2.TransferId(session=transfer.session, number=transfer.number),

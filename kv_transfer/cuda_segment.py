@@ -1,16 +1,24 @@
-"""Memory of a GPU that another process of the machine can map: CUDA's IPC handles."""
+"""Memory of a GPU that another process of the machine can map: CUDA's IPC handles.
+
+A mapping stays readable when its owner frees the memory or dies. CUDA leaves that open; so it was on an H200
+with driver 580.
+"""
 
 import ctypes
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any
 
 import torch
-from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 # CUDA_IPC_HANDLE_SIZE
 _HANDLE_BYTES = 64
+# A handle opens all of what CUDA allocates at once: nothing else may lie in it.
+_GRANULE_BYTES = 2 << 20
 
 
 class CudaFailed(RuntimeError):
@@ -20,14 +28,16 @@ class CudaFailed(RuntimeError):
 def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
     """
     Returns:
-        [num_bytes] uint8, not filled, and the handle by which another process maps it. It ends with its last
-        view; whoever has it mapped then must not read it any more.
+        [num_bytes] uint8, not filled, until its last view ends; and the handle by which another process maps
+        it.
 
     Raises:
         CudaFailed: there is no room, or the machine has no such handles.
     """
+    runtime = _runtime()
     with torch.cuda.device(device):
-        (address,) = _checked(runtime.cudaMalloc(num_bytes))
+        whole = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+        (address,) = _checked(runtime.cudaMalloc(whole))
         memory = _tensor(address, num_bytes, device, runtime.cudaFree)
         (handle,) = _checked(runtime.cudaIpcGetMemHandle(address))
     return memory, ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
@@ -36,16 +46,17 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
 def map_shared(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
     """
     Args:
-        device: that reads it; another one than it lies on must be its peer.
+        device: that reads it.
 
     Returns:
         [num_bytes] uint8, mapped until its last view ends.
 
     Raises:
-        CudaFailed: it is not another process's of this machine, or out of this device's reach.
+        CudaFailed: it is not another process's of this machine, or does not lie on `device`.
     """
     if len(handle) != _HANDLE_BYTES:
         raise CudaFailed(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
+    runtime = _runtime()
     shared = runtime.cudaIpcMemHandle_t()
     ctypes.memmove(shared.getPtr(), handle, _HANDLE_BYTES)
     with torch.cuda.device(device):
@@ -54,7 +65,21 @@ def map_shared(handle: bytes, num_bytes: int, device: torch.device) -> Tensor:
         return _tensor(address, num_bytes, device, runtime.cudaIpcCloseMemHandle)
 
 
+def _runtime() -> Any:
+    """It comes with torch's builds for CUDA.
+
+    Raises:
+        CudaFailed: this is another build.
+    """
+    try:
+        from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError as error:
+        raise CudaFailed(f"cuda-bindings is not installed: {error}") from error
+    return runtime
+
+
 def _checked(result: tuple) -> tuple:
+    runtime = _runtime()
     error, *values = result
     if error != runtime.cudaError_t.cudaSuccess:
         # It would be reported again by whoever asks next.
@@ -66,7 +91,7 @@ def _checked(result: tuple) -> tuple:
 class _Owner:
     """What torch keeps as long as a view of the memory lives."""
 
-    def __init__(self, address: int, num_bytes: int, end: Callable[[int], object]) -> None:
+    def __init__(self, address: int, num_bytes: int, end: Callable[[], object]) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -74,13 +99,28 @@ class _Owner:
             "version": 3,
         }
         # A process that ends gives all back.
-        weakref.finalize(self, _end_in_thread, end, address).atexit = False
-
-
-def _end_in_thread(end: Callable[[int], object], address: int) -> None:
-    # It waits for all that the device does.
-    threading.Thread(target=end, args=(address,), name="cuda memory", daemon=True).start()
+        weakref.finalize(self, _ends().put, end).atexit = False
 
 
 def _tensor(address: int, num_bytes: int, device: torch.device, end: Callable[[int], object]) -> Tensor:
-    return torch.as_tensor(_Owner(int(address), num_bytes, end), device=device)
+    def end_there() -> None:
+        with torch.cuda.device(device):
+            end(address)
+
+    tensor = torch.as_tensor(_Owner(int(address), num_bytes, end_there), device=device)
+    if tensor.data_ptr() != int(address):
+        raise CudaFailed(f"it does not lie on {device}")
+    return tensor
+
+
+@cache
+def _ends() -> "SimpleQueue[Callable[[], object]]":
+    """What ends memory waits for all that the device does: in a thread of its own."""
+    ends: SimpleQueue[Callable[[], object]] = SimpleQueue()
+    threading.Thread(target=partial(_run, ends), name="cuda memory", daemon=True).start()
+    return ends
+
+
+def _run(ends: "SimpleQueue[Callable[[], object]]") -> None:
+    while True:
+        ends.get()()

@@ -1,14 +1,17 @@
-"""ipc: slots in memory of a GPU that two processes of one machine share. K and V never leave the device.
+"""ipc: slots in memory of a GPU that two processes of one machine share: K and V do not pass the host.
 
-The same as shm, by CUDA's IPC handles: the sender makes the memory for one pair and epoch; the receiver maps
-it and knows it by a nonce. Within one process, where no handle can be mapped, it is found by that nonce; so
-is memory of a CPU, which has no handles at all.
+As shm, by CUDA's IPC handles: the sender makes the memory for one pair and epoch, all of it at once; the
+receiver maps it and knows it by a nonce. Unlike shm it could write it too, and who has the handle can map it.
+
+Within one process no handle can be mapped: there the memory is found by its nonce. So tests can use memory of
+a CPU.
 """
 
 import asyncio
 import hmac
 import logging
 import secrets
+import struct
 import weakref
 
 import torch
@@ -25,8 +28,9 @@ from protos import kv_pb2
 log = logging.getLogger(__name__)
 
 _NONCE_BYTES = 32
-# What comes before the first slot: slots are aligned as allocations are.
+# What comes before the first slot, which is aligned as allocations are: the nonce and the terms.
 _HEAD_BYTES = 512
+_TERMS = struct.Struct("<IQ")
 
 # This process's own, by nonce.
 _own: "weakref.WeakValueDictionary[bytes, Tensor]" = weakref.WeakValueDictionary()
@@ -45,26 +49,33 @@ class DeviceMemoryTransport:
         self._terms = terms
         self._device = device
 
-    def offer(self, layout: KVLayout) -> "DeviceMemoryOffer | None":
+    async def offer(self, layout: KVLayout) -> "DeviceMemoryOffer | None":
         if self._terms.slot_bytes < layout.largest_block_bytes:
             return None
         try:
-            return DeviceMemoryOffer(self._terms, self._device)
-        except RuntimeError as error:
-            log.warning("no memory of %s to share: %s", self._device, error)
+            return await in_thread(lambda: DeviceMemoryOffer(self._terms, self._device), "device memory")
+        except TransportFailed as error:
+            log.warning("nothing of %s to share: %s", self._device, error)
             return None
 
-    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+    async def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         try:
-            _map(offer.device_memory, self._device)
-        except (RuntimeError, ValueError) as error:
-            return f"the sender's device memory cannot be mapped here: {error}"
+            await self._map(offer.device_memory)
+        except TransportFailed as error:
+            return f"the sender's cannot be mapped here: {error}"
         return None
 
     async def accept(self, opening: kv_pb2.BulkOpen) -> "DeviceMemoryAcceptance":
         offered = opening.transport.device_memory
-        memory = await in_thread(lambda: _map(offered, self._device), "map device memory")
+        memory = await self._map(offered)
         return DeviceMemoryAcceptance(memory, SlotTerms(offered.num_slots, offered.slot_bytes))
+
+    async def _map(self, offered: kv_pb2.DeviceMemory) -> Tensor:
+        """
+        Raises:
+            TransportFailed: it cannot be mapped, or is not the offered one.
+        """
+        return await in_thread(lambda: _map(offered, self._device), "device memory")
 
 
 def _num_bytes(terms: SlotTerms) -> int:
@@ -89,19 +100,24 @@ def _map(offered: kv_pb2.DeviceMemory, device: torch.device) -> Tensor:
         RuntimeError: see cuda_segment.map_shared.
         ValueError: it is not the offered one.
     """
-    num_bytes = _num_bytes(SlotTerms(offered.num_slots, offered.slot_bytes))
+    terms = SlotTerms(offered.num_slots, offered.slot_bytes)
     memory = _own.get(offered.nonce)
     if memory is None:
         if device.type == "cpu":
-            raise ValueError("memory of a CPU is shared by shm")
+            raise ValueError("a CPU's memory is shared with other processes by shm")
         from kv_transfer import cuda_segment
 
-        memory = cuda_segment.map_shared(offered.handle, num_bytes, device)
+        memory = cuda_segment.map_shared(offered.handle, _num_bytes(terms), device)
+    head = _head(offered.nonce, terms)
     with device_stream(device):
-        found = bytes(memory[:_NONCE_BYTES].tolist())
-    if len(memory) != num_bytes or not offered.nonce or not hmac.compare_digest(found, offered.nonce):
+        found = bytes(memory[: len(head)].tolist())
+    if len(offered.nonce) != _NONCE_BYTES or not hmac.compare_digest(found, head):
         raise ValueError("it has another nonce or size")
     return memory
+
+
+def _head(nonce: bytes, terms: SlotTerms) -> bytes:
+    return nonce + _TERMS.pack(terms.num_slots, terms.slot_bytes)
 
 
 class DeviceMemoryOffer:
@@ -114,8 +130,9 @@ class DeviceMemoryOffer:
     def __init__(self, terms: SlotTerms, device: torch.device) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         memory, handle = _allocate(_num_bytes(terms), device)
+        head = torch.frombuffer(bytearray(_head(nonce, terms)), dtype=torch.uint8)
         with device_stream(device):
-            memory[:_NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8)
+            memory[: len(head)] = head
         _own[nonce] = memory
         self._memory: Tensor | None = memory
         self._terms = terms
@@ -129,6 +146,8 @@ class DeviceMemoryOffer:
     async def connect(self, ready: kv_pb2.BulkReady) -> "DeviceMemoryWriter":
         if self._memory is None:
             raise TransportFailed("the offer is discarded")
+        if SlotTerms(ready.num_slots, ready.slot_bytes) != self._terms:
+            raise TransportFailed("the receiver took up other slots than were offered")
         return DeviceMemoryWriter(self._memory, self._terms)
 
     def discard(self) -> None:

@@ -45,7 +45,7 @@ class DeviceSealer:
         """For the loop.
 
         Args:
-            frame: whose parts are complete on the device.
+            frame: whose parts are complete, on the device or in pinned memory of the host.
             into: [at least payload_bytes] uint8 to copy them into. None: memory of its own, or the frame's.
 
         Returns:
@@ -65,18 +65,28 @@ class DeviceSealer:
     def _run(self) -> None:
         try:
             while (order := self._orders.get()) is not None:
-                self._promises.keep(order.sealed, self._seal(order.frame, order.into))
+                # What is not wanted any more is not written any more.
+                if not order.sealed.done():
+                    self._promises.keep(order.sealed, self._seal(order.frame, order.into))
+                # While it waits it holds nothing.
+                del order
         except Exception as error:
             self._promises.fail_from_thread(str(error).partition("\n")[0])
 
     def _seal(self, frame: Frame, into: Tensor | None) -> Sealed:
         with device_stream(self._device):
-            payload = _joined(frame, into)
+            payload = _joined(frame, into, self._device)
         return Sealed(payload, checksum(replace(frame, parts=(payload,))))
 
 
-def _joined(frame: Frame, into: Tensor | None) -> Tensor:
-    parts = [part for part in frame.parts if isinstance(part, Tensor)]
-    if into is not None:
-        return torch.cat(parts, out=into[: frame.payload_bytes])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(frame: Frame, into: Tensor | None, device: torch.device) -> Tensor:
+    parts = frame.device_parts
+    if into is None:
+        if len(parts) == 1 and parts[0].device.type == device.type:
+            return parts[0]
+        into = torch.empty(frame.payload_bytes, dtype=torch.uint8, device=device)
+    end = 0
+    for part in parts:
+        start, end = end, end + part.nbytes
+        into[start:end].copy_(part, non_blocking=True)
+    return into[:end]

@@ -15,9 +15,11 @@ def device_stream(device: torch.device) -> Iterator[None]:
             yield
             return
         stream = _stream(device)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
 
 
 @cache

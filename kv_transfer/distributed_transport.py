@@ -52,10 +52,10 @@ class DistributedTransport:
         self._kind: Kind = GlooKind(host) if name == "gloo" else NcclKind(host, device)
         self._terms = terms
 
-    def offer(self, layout: KVLayout) -> "GroupOffer":
+    async def offer(self, layout: KVLayout) -> "GroupOffer":
         return GroupOffer(self.name, self._kind)
 
-    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+    async def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         return None
 
     async def accept(self, opening: kv_pb2.BulkOpen) -> "GroupAcceptance":
@@ -101,13 +101,10 @@ class GroupAcceptance:
             The group, and [num_slots, slot_bytes] uint8 on its device. Of the host only what was used once
             is taken.
         """
-        group = self._meeting.form(self.ready.token)
         shape = (self._terms.num_slots, self._terms.slot_bytes)
-        slots = torch.empty(shape, dtype=torch.uint8, device=group.device)
-        if group.device.type == "cuda":
-            # torch gives memory that the engine's stream may still be at.
-            torch.cuda.current_stream(group.device).synchronize()
-        return group, slots
+        # What the engine's stream may still be at there it has left when the group is formed.
+        slots = torch.empty(shape, dtype=torch.uint8, device=self._meeting.device)
+        return self._meeting.form(self.ready.token), slots
 
     def discard(self) -> None:
         self._meeting.close()
@@ -218,8 +215,10 @@ class _Mover(Generic[T]):
             self._moving.fail("the group is closed")
 
     def _abort(self) -> None:
-        self._group.abort()
-        self._asked.put(None)
+        try:
+            self._group.abort()
+        finally:
+            self._asked.put(None)
 
     def _run(self) -> None:
         posted: deque[tuple[_Move[T], Wait]] = deque()
@@ -228,9 +227,11 @@ class _Mover(Generic[T]):
                 move, wait = posted.popleft()
                 wait()
                 self._moving.keep(move.moved, move.result)
+                # While it waits it holds nothing.
+                del move, wait
         except Exception as error:
-            self._group.abort()
             self._moving.fail_from_thread(str(error).partition("\n")[0])
+            self._group.abort()
 
     def _post(self, posted: deque[tuple[_Move[T], Wait]]) -> bool:
         """Posts all that is asked for, and waits for something if nothing is posted. False: closed."""

@@ -19,7 +19,7 @@ from engine.kv_layout import KVLayout
 from kv_transfer.device_digest import device_digest
 
 Bytes = bytes | bytearray | memoryview
-# K and V as bytes: of the host, or [num_bytes] uint8 on a device. Both can be cut without a copy.
+# K and V as bytes: of the host, or [num_bytes] uint8 for a device. Both can be cut without a copy.
 Payload = memoryview | Tensor
 
 MAGIC = b"BKVF"
@@ -39,7 +39,7 @@ class Frame:
 
     Attributes:
         number: its place among the frames of its hand-off, from 0.
-        parts: the payload, in pieces that follow each other, all on the host or all on one device.
+        parts: the payload, in pieces that follow each other: all bytes of the host, or all tensors.
     """
 
     number: int
@@ -60,6 +60,10 @@ class Frame:
     @property
     def host_parts(self) -> tuple[memoryview, ...]:
         return tuple(part for part in self.parts if isinstance(part, memoryview))
+
+    @property
+    def device_parts(self) -> tuple[Tensor, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Tensor))
 
     def copy_payload(self, slot: np.ndarray) -> None:
         """From the host. `slot`: [at least payload_bytes] uint8."""

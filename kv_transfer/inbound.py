@@ -159,6 +159,8 @@ class HandoffInbound:
             await arrival.check()
         except DamagedFrame as error:
             raise HandoffDropped(Drop(DropCause.DAMAGED, str(error))) from error
+        except LinkBroken as broken:
+            raise HandoffDropped(Drop(broken.cause, broken.detail)) from broken
 
     async def _admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         outcome = await self._attempt(self._sink.admit(first_tokens, kv_bytes))

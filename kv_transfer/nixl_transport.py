@@ -92,10 +92,10 @@ class NixlTransport:
     def __init__(self, terms: SlotTerms) -> None:
         self._terms = terms
 
-    def offer(self, layout: KVLayout) -> "NixlOffer":
+    async def offer(self, layout: KVLayout) -> "NixlOffer":
         return NixlOffer()
 
-    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+    async def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         return None
 
     async def accept(self, opening: kv_pb2.BulkOpen) -> "NixlAcceptance":

@@ -179,8 +179,9 @@ class PeerPool:
         return peer
 
     async def _pair_up(self, address: PeerAddress, control: grpc.aio.Channel) -> Peer:
-        offers = self._offers(address)
+        offers: dict[str, BulkOffer] = {}
         try:
+            await self._make(offers, address)
             reply = await self._shake_hands(address, control, offers)
             name = reply.transport or GRPC
             if name == GRPC:
@@ -193,15 +194,13 @@ class PeerPool:
             for offer in offers.values():
                 offer.discard()
 
-    def _offers(self, address: PeerAddress) -> dict[str, BulkOffer]:
+    async def _make(self, offers: dict[str, BulkOffer], address: PeerAddress) -> None:
         """By name, best first."""
-        offers: dict[str, BulkOffer] = {}
         for transport in self._transports.bulk:
             is_tried = self._transports.grpc and self._failures[address, transport.name] >= _MOST_FAILURES
-            offer = None if is_tried else transport.offer(self.layout)
+            offer = None if is_tried else await transport.offer(self.layout)
             if offer is not None:
                 offers[transport.name] = offer
-        return offers
 
     async def _open_bulk(
         self, address: PeerAddress, control: grpc.aio.Channel, offer: BulkOffer

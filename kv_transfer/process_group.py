@@ -11,8 +11,10 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -23,10 +25,13 @@ CONNECT_LIMIT_S = 10.0
 # For one payload, once it is announced.
 WAIT_LIMIT_S = 30.0
 
+# Between two looks at what a GPU does: a wait of its own spins.
+_POLL_S = 50e-6
+
 # A lost peer costs its pair, not this process, which torch would end.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-# Waits in the thread that calls it; raises RuntimeError when the group is broken or aborted.
+# Waits in the thread that calls it; raises RuntimeError or TimeoutError when the group is broken or aborted.
 Wait = Callable[[], None]
 
 
@@ -47,7 +52,7 @@ class ProcessGroup(Protocol):
     def receive(self, payload: torch.Tensor) -> Wait: ...
 
     def abort(self) -> None:
-        """Ends every wait, and the group, at both ranks."""
+        """Ends every wait, and the group."""
         ...
 
 
@@ -66,7 +71,11 @@ class Meeting(Protocol):
 
     Attributes:
         host, port: where it listens.
+        device: of the group.
     """
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def host(self) -> str: ...
@@ -127,6 +136,8 @@ class GlooKind:
 
 class GlooMeeting:
     """See Meeting."""
+
+    device = torch.device("cpu")
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -227,7 +238,8 @@ def _wait_for(work: Work) -> Wait:
 class NcclKind:
     """See Kind. Between GPUs; NCCL looks for an interface itself (NCCL_SOCKET_IFNAME).
 
-    Two ranks on one GPU need NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1.
+    Two ranks on one GPU need NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1. A rank that dies while the two
+    connect leaves the other's thread waiting: NCCL cannot be told to give that up.
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
@@ -250,7 +262,7 @@ class NcclMeeting:
 
     def __init__(self, host: str, device: torch.device) -> None:
         self.host = host
-        self._device = device
+        self.device = device
         listening = socket.create_server((host, 0))
         self.port: int = listening.getsockname()[1]
         # The store closes it.
@@ -258,7 +270,7 @@ class NcclMeeting:
         self._store = TCPStore(host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=file)
 
     def form(self, token: bytes) -> ProcessGroup:
-        return NcclGroup(PrefixStore(token.hex(), self._store), 0, self._device)
+        return NcclGroup(PrefixStore(token.hex(), self._store), 0, self.device)
 
     def close(self) -> None:
         """The store ends with its last user."""
@@ -270,6 +282,7 @@ class NcclGroup:
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._is_aborted = False
         options = ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         self._group = cast("_Backend", ProcessGroupNCCL(store, rank, 2, options))
@@ -292,7 +305,19 @@ class NcclGroup:
     def _recorded(self) -> Wait:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return event.synchronize
+        return partial(self._wait, event)
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        """NCCL has no limit of its own, and what is aborted looks as if it had gone well."""
+        limit_s = time.monotonic() + WAIT_LIMIT_S
+        while not event.query():
+            if time.monotonic() > limit_s:
+                raise TimeoutError("a payload that was announced does not come")
+            time.sleep(_POLL_S)
+        if self._is_aborted:
+            raise RuntimeError("the group was aborted")
 
     def abort(self) -> None:
+        """Only this rank's: the other one's waits end when it hears of it."""
+        self._is_aborted = True
         self._group.abort()

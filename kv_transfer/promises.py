@@ -50,7 +50,9 @@ def kept(result: T) -> asyncio.Future[T]:
 
 
 def then(first: asyncio.Future[T], begin: Callable[[T], asyncio.Future[U]]) -> asyncio.Future[U]:
-    """For the loop: what `begin` makes of the first's result ends with; or the first's failure."""
+    """For the loop: ends as what `begin`, which must not raise, makes of the first's result; or as the first
+    fails.
+    """
     second: asyncio.Future[U] = asyncio.get_running_loop().create_future()
 
     def pass_on(begun: asyncio.Future[U]) -> None:

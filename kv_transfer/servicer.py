@@ -108,7 +108,8 @@ class KvTransferService(kv_pb2_grpc.KvTransferServicer):
         try:
             layout = layout_from_proto(request.layout)
             check_compatible(self._layouts[0], layout, request.protocol_version, converts=self._converts)
-            transport = self._transports.choose(request.transports or [kv_pb2.TransportOffer(name=GRPC)])
+            offers = request.transports or [kv_pb2.TransportOffer(name=GRPC)]
+            transport = await self._transports.choose(offers)
         except (IncompatiblePeers, NoCommonTransport) as error:
             log.warning("refused %s: %s", request.worker_id, error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

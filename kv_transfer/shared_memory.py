@@ -47,7 +47,7 @@ class SharedMemoryTransport:
     def __init__(self, terms: SlotTerms) -> None:
         self._terms = terms
 
-    def offer(self, layout: KVLayout) -> "SharedMemoryOffer | None":
+    async def offer(self, layout: KVLayout) -> "SharedMemoryOffer | None":
         if self._terms.slot_bytes < layout.largest_block_bytes:
             return None
         try:
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
             log.warning("no shared memory: %s", error)
             return None
 
-    def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
+    async def refusal(self, offer: kv_pb2.TransportOffer) -> str | None:
         try:
             _map_offered(offer.memory).close()
         except (OSError, ValueError) as error:

@@ -74,6 +74,7 @@ class Arrival(Protocol):
 
         Raises:
             DamagedFrame: they are not what was sent.
+            LinkBroken: that cannot be told any more.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Which way the frames of a pair go: the first of the sender's that the receiver can go too."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,6 +15,8 @@ from kv_transfer.shared_memory import SharedMemoryTransport
 from protos import kv_pb2
 
 TransportName = Literal["auto", "shm", "ipc", "nccl", "gloo", "nixl", "grpc"]
+
+log = logging.getLogger(__name__)
 
 GRPC = "grpc"
 _OF_ONE_MACHINE = (DeviceMemoryTransport.name, SharedMemoryTransport.name)
@@ -51,7 +54,7 @@ class Transports:
     def named(self, name: str) -> BulkTransport | None:
         return next((transport for transport in self.bulk if transport.name == name), None)
 
-    def choose(self, offers: Sequence[kv_pb2.TransportOffer]) -> str:
+    async def choose(self, offers: Sequence[kv_pb2.TransportOffer]) -> str:
         """For the receiver.
 
         Raises:
@@ -62,7 +65,7 @@ class Transports:
             if offer.name in self.grpc:
                 return offer.name
             transport = self.named(offer.name)
-            reason = transport.refusal(offer) if transport is not None else None
+            reason = await transport.refusal(offer) if transport is not None else None
             if transport is not None and reason is None:
                 return offer.name
             if reason is not None:
@@ -98,6 +101,8 @@ def transports_for(
         case "shm":
             return Transports((SharedMemoryTransport(terms),), ())
         case "ipc":
+            if device.type == "cpu":
+                log.warning("kv_transport: ipc is for GPUs: here it reaches only workers of this process")
             return Transports((of_device,), ())
         case "grpc":
             return Transports()

@@ -54,9 +54,16 @@ class WorkerConfig(EngineConfig):
         default=16,
         ge=1,
         description="Slots that a sender writes KV frames into, for each worker that it hands off to by "
-        "another way than grpc. Slots times their size bound that pair's staging memory.",
+        "another way than grpc. Slots times their size bound that pair's staging memory; ipc and nccl take "
+        "it of the GPU, all at once.",
     )
     kv_slot_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096, description="Size of a slot.")
+    kv_staging_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="GPU memory, beside the slots, for KV that waits to be sent by ipc or nccl. What is more "
+        "waits in pinned memory of the host.",
+    )
     frame_credits: int = Field(
         default=16,
         ge=1,

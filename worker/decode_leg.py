@@ -106,10 +106,11 @@ class DecodeLeg(Leg):
 
     def _import(self, engine: Engine, slices: Sequence[KVSlice]) -> bool:
         assert self._wire is not None, "a scatter without a Push"
-        is_there = all(engine.import_kv(self._request.sequence_id, self._wire, *piece) for piece in slices)
-        # Then the slices' memory is read no more.
-        engine.wait_for_device()
-        return is_there
+        try:
+            return all(engine.import_kv(self._request.sequence_id, self._wire, *piece) for piece in slices)
+        finally:
+            # Then the slices' memory is read no more.
+            engine.wait_for_device()
 
     async def admit(self, first_tokens: tuple[int, ...], kv_bytes: int) -> None:
         key = self._request.sequence_id

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.request import SequenceId
 from kv_transfer.bulk import Memory
@@ -62,15 +63,35 @@ class CudaDevice:
         self._stream.wait_stream(torch.cuda.current_stream(packed.device))
         with torch.cuda.stream(self._stream):
             host.copy_(packed, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
         packed.record_stream(self._stream)
         return host, copied.synchronize
 
     def computed(self, packed: Tensor) -> Wait:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(packed.device))
         return event.synchronize
+
+
+class _Staged:
+    """K and V that wait on a device to be sent, as long as there is room."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._pieces: list[tuple[StorageWeakRef, int]] = []
+
+    def takes(self, packed: Tensor) -> bool:
+        """Counts it until its memory is free again. False: there is no room now."""
+        if self._num_bytes + packed.nbytes > self._limit_bytes:
+            self._pieces = [piece for piece in self._pieces if not piece[0].expired()]
+            self._num_bytes = sum(num_bytes for _, num_bytes in self._pieces)
+        if self._num_bytes + packed.nbytes > self._limit_bytes:
+            return False
+        self._pieces.append((StorageWeakRef(packed.untyped_storage()), packed.nbytes))
+        self._num_bytes += packed.nbytes
+        return True
 
 
 class KVExport:
@@ -81,12 +102,18 @@ class KVExport:
         # The loop writes it, the engine's thread reads it too.
         self._places: dict[SequenceId, _Place] = {}
         self._device: Device | None = None
+        self._staged = _Staged(0)
         # For the thread that waits for the device, in the order of what it was given.
         self._waits: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
-    def wait_for(self, device: Device) -> None:
-        """K and V lie on a device that is no CPU. Before the first step."""
+    def wait_for(self, device: Device, staging_bytes: int) -> None:
+        """K and V lie on a device that is no CPU. Before the first step.
+
+        Args:
+            staging_bytes: what may wait there to be sent; what is more waits in pinned memory of the host.
+        """
         self._device = device
+        self._staged = _Staged(staging_bytes)
         threading.Thread(target=self._wait_for_device, name="kv export", daemon=True).start()
 
     def attach(self, sequence_id: SequenceId, sink: KVSink, memory: Memory) -> None:
@@ -117,22 +144,24 @@ class KVExport:
         if place is None:
             return
         piece = _Piece(sequence_id, layer, token_start, token_end)
-        stays = place.memory is Memory.DEVICE
         if self._device is None:
-            self._hand_over(piece, packed if stays else packed.numpy().data)
-        elif stays:
-            self._waits.put(self._device.computed(packed))
-            self._waits.put(partial(self._hand_over, piece, packed))
+            self._hand_over(piece, packed, place.memory)
+            return
+        if place.memory is Memory.DEVICE and self._staged.takes(packed):
+            data, wait = packed, self._device.computed(packed)
         else:
-            host, wait = self._device.to_host(packed)
-            self._waits.put(wait)
-            self._waits.put(partial(self._hand_over, piece, host.numpy().data))
+            data, wait = self._device.to_host(packed)
+        self._waits.put(wait)
+        self._waits.put(partial(self._hand_over, piece, data, place.memory))
 
     def _wait_for_device(self) -> None:
         while (wait := self._waits.get()) is not None:
             wait()
+            # While it waits for the next it holds nothing.
+            del wait
 
-    def _hand_over(self, piece: _Piece, data: Payload) -> None:
+    def _hand_over(self, piece: _Piece, packed: Tensor, memory: Memory) -> None:
+        data = packed.numpy().data if memory is Memory.HOST else packed
         self._loop.call_soon_threadsafe(self._deliver, piece, data)
 
     def _deliver(self, piece: _Piece, data: Payload) -> None:

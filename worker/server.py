@@ -92,7 +92,7 @@ class WorkerServer:
         self.layout = engine.layout
         self._wire = engine.wire
         if engine.device.type == "cuda":
-            self._export.wait_for(CudaDevice(engine.device))
+            self._export.wait_for(CudaDevice(engine.device), self.config.kv_staging_bytes)
         self.limits = engine.limits
         compiler = GrammarCompiler(self.config.model_path, engine.vocab_size, engine.eos_token_ids)
         self.grammars = RequestGrammars(compiler)

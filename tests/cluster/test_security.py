@@ -11,6 +11,7 @@ import grpc
 import httpx
 import openai
 import pytest
+import torch
 
 from decode_worker.server import DecodeWorker
 from kv_transfer.bulk import SlotTerms
@@ -345,6 +346,8 @@ def test_with_tls_auto_takes_nothing_that_cannot_encrypt() -> None:
     assert every_way.names == ("gloo", "shm", "grpc")
     assert every_way.encrypted.names == ("shm", "grpc")
     assert transports_for("auto", slots).names == ("shm", "grpc")
+    on_gpu = transports_for("auto", slots, device=torch.device("cuda"))
+    assert on_gpu.encrypted.names == ("ipc", "shm", "grpc")
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])

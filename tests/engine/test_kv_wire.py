@@ -63,13 +63,16 @@ def test_spans_are_all_tokens_once_in_order(tokens: tuple[int, int], block_size:
     assert len(list(spans(*tokens, block_size))) <= 3
 
 
-@given(tokens=RANGES, layout=st.sampled_from(LAYOUTS))
-def test_what_one_cache_packs_another_unpacks(tokens: tuple[int, int], layout: KVLayout) -> None:
+@given(tokens=RANGES, layout=st.sampled_from(LAYOUTS), on_device=st.booleans())
+def test_what_one_cache_packs_another_unpacks(
+    tokens: tuple[int, int], layout: KVLayout, on_device: bool
+) -> None:
     source, target = filled(layout), KVCache(layout, NUM_BLOCKS, DEVICE)
     ours, theirs = table(1), table(2)
     for layer in range(2):
         packed = kv_wire(source, layout).at(ours, *tokens).pack(layer)
-        kv_wire(target, layout).at(theirs, *tokens).unpack(layer, packed.cpu().numpy().tobytes())
+        sent = packed if on_device else packed.cpu().numpy().tobytes()
+        kv_wire(target, layout).at(theirs, *tokens).unpack(layer, sent)
     others = [token for token in range(NUM_BLOCKS * layout.block_size) if token not in range(*tokens)]
     for layer in range(2):
         for index in range(len(layout.layers[layer])):
@@ -93,7 +96,7 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], ours: int, theirs: int)
     source = filled(replace(EXACT, block_size=max(ours, 3)))
     target = KVCache(replace(EXACT, block_size=max(theirs, 3)), NUM_BLOCKS, DEVICE)
     packed = kv_wire(source, source.layout).at(table(1), *tokens).pack(1)
-    kv_wire(target, source.layout).at(table(2), *tokens).unpack(1, packed.cpu().numpy().data)
+    kv_wire(target, source.layout).at(table(2), *tokens).unpack(1, packed)
     for index in range(2):
         there = rows_of(target, 1, index, table(2), *tokens)
         assert torch.equal(there, rows_of(source, 1, index, table(1), *tokens))

@@ -30,7 +30,7 @@ async def ends() -> AsyncIterator[tuple[GroupWriter, GroupReader]]:
     """Both ends of one pair."""
     accepted = await GLOO.accept(kv_pb2.BulkOpen())
     accepted.ready.token = TOKEN
-    offer = GLOO.offer(make_layout())
+    offer = await GLOO.offer(make_layout())
     reader, writer = await asyncio.gather(accepted.connect(), offer.connect(accepted.ready))
     yield writer, reader
     writer.close()

@@ -298,7 +298,9 @@ async def test_the_next_protocol_version_is_let_in(wire: Wire, transports: Trans
             kv_pb2.HandshakeRequest(
                 protocol_version=PROTOCOL_VERSION + 1,
                 layout=layout_to_proto(wire.prompt.layout),
-                transports=[offer.proto for t in transports.bulk if (offer := t.offer(wire.prompt.layout))]
+                transports=[
+                    offer.proto for t in transports.bulk if (offer := await t.offer(wire.prompt.layout))
+                ]
                 or [kv_pb2.TransportOffer(name="grpc")],
             )
         )

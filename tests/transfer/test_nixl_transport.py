@@ -18,9 +18,8 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="the extra nixl is mi
 async def ends() -> AsyncIterator[tuple[NixlWriter, NixlReader]]:
     """Both ends of one pair."""
     accepted = await NixlTransport(SLOTS).accept(kv_pb2.BulkOpen())
-    reader, writer = await asyncio.gather(
-        accepted.connect(), NixlTransport(SLOTS).offer(make_layout()).connect(accepted.ready)
-    )
+    offer = await NixlTransport(SLOTS).offer(make_layout())
+    reader, writer = await asyncio.gather(accepted.connect(), offer.connect(accepted.ready))
     yield writer, reader
     writer.close()
     reader.close()

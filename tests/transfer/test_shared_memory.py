@@ -70,7 +70,7 @@ async def test_nothing_is_left_of_a_pair_that_closed(wire: Wire) -> None:
 
 async def test_nothing_is_left_of_offers_that_were_not_taken(wire: Wire) -> None:
     before = open_segments()
-    offer = SharedMemoryTransport(SLOTS).offer(wire.prompt.layout)
+    offer = await SharedMemoryTransport(SLOTS).offer(wire.prompt.layout)
     assert offer is not None and open_segments() > before
     offer.discard()
     del offer
@@ -104,17 +104,17 @@ def larger_than_it_is(offered: kv_pb2.SharedMemory) -> None:
 )
 async def test_memory_that_is_not_the_senders_is_refused(prompt: Prompt, change) -> None:
     transport = SharedMemoryTransport(SLOTS)
-    offer = transport.offer(prompt.layout)
-    assert offer is not None and transport.refusal(offer.proto) is None
+    offer = await transport.offer(prompt.layout)
+    assert offer is not None and await transport.refusal(offer.proto) is None
     changed = kv_pb2.TransportOffer.FromString(offer.proto.SerializeToString())
     change(changed.memory)
-    assert "cannot be mapped" in (transport.refusal(changed) or "")
+    assert "cannot be mapped" in (await transport.refusal(changed) or "")
     offer.discard()
 
 
-def test_a_slot_that_holds_no_token_of_a_layer_is_not_offered() -> None:
+async def test_a_slot_that_holds_no_token_of_a_layer_is_not_offered() -> None:
     layout = make_layout(num_heads=32, head_dim=64)
-    assert SharedMemoryTransport(SlotTerms(4, 8192)).offer(layout) is None
+    assert await SharedMemoryTransport(SlotTerms(4, 8192)).offer(layout) is None
 
 
 def as_if_from_another_machine(sent: bytes) -> bytes:
