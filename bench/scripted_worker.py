@@ -81,6 +81,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             role=role,
             model=model,
             layout=kv_pb2.KvLayout(model_fingerprint="script", dtype="bfloat16", block_size=16),
+            wire_dtype="bfloat16",
+            accepted_dtypes=["bfloat16"],
             max_model_len=8192,
             num_blocks=1 << 20,
         )
