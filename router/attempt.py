@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 
 from protos import inference_pb2, worker_pb2
 from router.completion import FinishReason, ServedBy, StageTimes
@@ -103,13 +102,13 @@ class Attempt:
 
     def submit(self, legs: Sequence[tuple[WorkerSession, str, worker_pb2.Submit]]) -> None:
         """Submits every leg: its session, its worker's id, its message."""
-        for session, worker_id, message in legs:
-            leg = Leg.of(message)
-            self._sessions[leg] = session
-            self._worker_ids[leg] = worker_id
-            self._open[leg] = set(self._courses)
-        for session, _, message in legs:
-            session.submit(message, partial(self._hear, Leg.of(message)))
+        ears = [_Ear(self, Leg.of(message)) for _, _, message in legs]
+        for ear, (session, worker_id, _) in zip(ears, legs, strict=True):
+            self._sessions[ear.leg] = session
+            self._worker_ids[ear.leg] = worker_id
+            self._open[ear.leg] = set(self._courses)
+        for ear, (session, _, message) in zip(ears, legs, strict=True):
+            session.submit(message, ear)
 
     def take(self) -> AttemptEvent | None:
         """The prompt's log probabilities first, if they were asked for; then of each sample its tokens (all
@@ -132,8 +131,9 @@ class Attempt:
 
     @property
     def has_more(self) -> bool:
-        """Beyond what `take` gave last: more to take, or that it is decided."""
-        return self.is_decided or bool(self._news)
+        """There is something to take, or it is decided."""
+        has_news = self._prompt is not None or bool(self._news)
+        return self.is_decided or (has_news and not self._awaits_prompt)
 
     def abandon(self, sample: int) -> None:
         """Nothing more of this sample is wanted. With the last one the attempt is over."""
@@ -179,10 +179,10 @@ class Attempt:
             self._sessions[leg].cancel(self._wire_id)
         self._open.clear()
 
-    def _hear(self, leg: Leg, event: LegEvent) -> None:
+    def hear(self, leg: Leg, event: LegEvent) -> None:
         match event:
             case worker_pb2.SequenceTokens():
-                self._hear_tokens(event)
+                self.hear_tokens(event)
                 return
             case worker_pb2.Admitted():
                 self._admitted, self._kv_bytes = True, event.kv_bytes
@@ -201,10 +201,11 @@ class Attempt:
                 self._over(leg)
                 self._on_lost(leg, worker_lost(self._worker_ids[leg], self._sessions[leg].id, event.reason))
         self._settle()
-        self._on_change()
+        if self.has_more:
+            self._on_change()
 
-    def _hear_tokens(self, event: worker_pb2.SequenceTokens) -> None:
-        """A token in its turn settles nothing."""
+    def hear_tokens(self, event: worker_pb2.SequenceTokens) -> None:
+        """Whichever leg says them. A token in its turn settles nothing."""
         sample = event.sample
         course = self._courses.get(sample)
         if course is None or not course.hear(event):
@@ -212,7 +213,7 @@ class Attempt:
             return
         self._news[sample] = course
         self._clock.token(time.monotonic())
-        if course.is_over or course.has_gap:
+        if not course.is_going_on:
             self._settle()
         self._on_change()
 
@@ -330,3 +331,15 @@ class Attempt:
             self._clock.failed(time.monotonic())
         self.close()
         self._on_change()
+
+
+class _Ear:
+    """An attempt's, for one of its legs."""
+
+    def __init__(self, attempt: Attempt, leg: Leg) -> None:
+        self.hear_tokens = attempt.hear_tokens
+        self._attempt = attempt
+        self.leg = leg
+
+    def __call__(self, event: LegEvent) -> None:
+        self._attempt.hear(self.leg, event)

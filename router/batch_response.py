@@ -10,23 +10,20 @@ from starlette.types import Receive, Scope, Send
 from router.completion import End, Output, Usage
 from router.counted_answer import streamed_answer
 from router.errors import RequestError, invalid
+from router.event_stream import EventStream
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
 from router.interleaving import interleave
 from router.openai_answer import AnswerHead, EchoedPrompt, TextChoice, TextShape
 from router.openai_response import (
-    STREAM_END,
     closing_events,
     error_event,
     error_response,
     in_words_of,
-    send_events,
-    stream_start,
 )
 from router.openai_schema import CompletionRequest
 from router.prompt_answer import StreamedAnswer, WholeAnswer, echo_of
-from router.server_send import server_send_of
 
 
 class BatchResponse(Response):
@@ -81,21 +78,22 @@ class BatchResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An error before the first output still is an HTTP status; a later one is the last event."""
+        stream = EventStream(scope, send)
         has_begun = False
         try:
             async with aclosing(self._events()) as events:
                 async for each in events:
                     if not has_begun:
                         has_begun = True
-                        await send(stream_start())
-                    await send_events(server_send_of(scope), each)
+                        await stream.begin()
+                    await stream.send(each)
         except RequestError as error:
             error = in_words_of(self._body, error)
             if not has_begun:
                 await error_response(error, self._request_id)(scope, receive, send)
                 return
-            await send_events(send, [error_event(error, self._request_id)])
-        await send(STREAM_END)
+            await stream.send([error_event(error, self._request_id)])
+        await stream.end([])
 
     async def _events(self) -> AsyncGenerator[list[str], None]:
         answers: dict[int, StreamedAnswer] = {}

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from router.admission import Admission, Claim, Ticket
+from router.admission import Admission, Claim
 from router.body_budget import BodyBudget
 from router.cluster_view import Role, WorkerStatus
-from router.completion import End, Output, Piece
+from router.completion import End, Output
 from router.decision_log import MAX_DECISIONS
 from router.errors import ErrorCode, RequestError, unavailable
 from router.explanation import Explanation, explain_now, explain_recorded
@@ -27,9 +27,10 @@ from router.generation_request import (
     check_prompt,
     check_stop,
 )
-from router.key_quota import KeyQuota, Spending
+from router.key_quota import KeyQuota
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
+from router.piece_sink import PieceSink
 from router.placer import Placer
 from router.request_run import RequestRun
 from router.sampling_options import Limits, check_sampling
@@ -38,14 +39,6 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Outputs = AsyncGenerator[Output, None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """Of the key's quota and of the workers."""
-
-    spending: Spending
-    ticket: Ticket
 
 
 class GenerationService:
@@ -103,8 +96,11 @@ class GenerationService:
         """Returns when no request runs."""
         await self._idle.wait()
 
-    async def generate(self, draft: RequestDraft) -> Outputs:
+    async def generate(self, draft: RequestDraft, sink: PieceSink | None = None) -> Outputs:
         """Outputs, the last of them one `End`. Closing the generator cancels the request on its workers.
+
+        Args:
+            sink: offered pieces while the next output is waited for. What it takes is not yielded.
 
         Raises:
             RequestError: any code of `ErrorCode`.
@@ -112,13 +108,12 @@ class GenerationService:
         self._begin()
         code = CANCELLED
         try:
-            async with self._admitted(draft) as (run, use), aclosing(run.outputs()) as outputs:
+            async with (
+                self._admitted(draft) as run,
+                aclosing(run.outputs(sink)) as outputs,
+            ):
                 async for output in outputs:
-                    if isinstance(output, Piece):
-                        num_tokens = len(output.token_ids)
-                        use.spending.charge(num_tokens)
-                        use.ticket.generated(num_tokens)
-                    elif isinstance(output, End):
+                    if isinstance(output, End):
                         code = ""
                         self._log_end(draft, output)
                     yield output
@@ -134,19 +129,29 @@ class GenerationService:
             self._finish(code)
 
     @asynccontextmanager
-    async def _admitted(self, draft: RequestDraft) -> AsyncIterator[tuple[RequestRun, "_Use"]]:
-        """The request, checked and let in, and what it uses."""
+    async def _admitted(self, draft: RequestDraft) -> AsyncIterator[RequestRun]:
+        """The request, checked and let in. Its tokens are charged to its key and to the queue."""
         if self.draining:
             raise unavailable("the router is leaving")
         with self._quota.request(draft.api_key) as spending:
             request = await self._check(draft)
             spending.charge(len(request.prompt))
             ticket = await self._admission.enter(self._claim(draft, request))
-            run = RequestRun(
-                request, self._fleet, self.tokenizer, self._metrics, self._placer, self._retry_limits
-            )
+
+            def charge(num_tokens: int) -> None:
+                spending.charge(num_tokens)
+                ticket.generated(num_tokens)
+
             try:
-                yield run, _Use(spending, ticket)
+                yield RequestRun(
+                    request,
+                    self._fleet,
+                    self.tokenizer,
+                    self._metrics,
+                    self._placer,
+                    self._retry_limits,
+                    charge,
+                )
             finally:
                 ticket.leave()
 

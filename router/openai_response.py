@@ -1,22 +1,22 @@
 """Runs one request of the OpenAI API while its client is there, and answers whole or as events."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from router.completion import End, Usage
+from router.completion import End, Output, Piece, Usage
 from router.counted_answer import streamed_answer
 from router.errors import RequestError, openai_body
+from router.event_stream import EventStream
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
 from router.openai_answer import AnswerHead, AnswerShape
 from router.openai_logprobs import LogprobsWriter
-from router.prompt_answer import Body, WholeAnswer, echo_of
-from router.server_send import server_send_of
+from router.prompt_answer import Body, StreamedAnswer, WholeAnswer, echo_of
 
 
 def answer_head(service: GenerationService, body: Body, draft: RequestDraft) -> AnswerHead:
@@ -68,43 +68,50 @@ class OpenAIResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An error before the first output still is an HTTP status; a later one is the last event."""
-        request_id = self._draft.request_id
+        stream = EventStream(scope, send)
+        sink = _EventSink(stream)
         try:
             draft = self._draft
             if self._body.wants_running_usage:
                 draft = await self._service.checked(draft)
-            async with aclosing(self._service.generate(draft)) as outputs:
+            async with aclosing(self._service.generate(draft, sink)) as outputs:
                 first = await anext(outputs)
                 echo = await echo_of(self._service.tokenizer, self._body, self._draft.prompt, first)
                 answer = streamed_answer(self._body, echo, self._shape, draft)
-                await send(stream_start())
-                send_body = server_send_of(scope)
-                await send_events(send_body, [*answer.opening(), *answer.events(first)])
+                await stream.begin()
+                await stream.send([*answer.opening(), *answer.events(first)])
+                sink.answer = answer
                 try:
                     async for output in outputs:
-                        events = answer.events(output)
-                        if isinstance(output, End):
-                            events += closing_events(self._body, self._shape, output.usage)
-                        await send_events(send_body, events)
+                        await self._send(stream, answer, output)
                 except RequestError as error:
-                    await send_events(send_body, [error_event(in_words_of(self._body, error), request_id)])
-                await send(STREAM_END)
+                    error = in_words_of(self._body, error)
+                    await stream.end([error_event(error, self._draft.request_id)])
         except RequestError as error:
-            await error_response(in_words_of(self._body, error), request_id)(scope, receive, send)
+            response = error_response(in_words_of(self._body, error), self._draft.request_id)
+            await response(scope, receive, send)
+
+    async def _send(self, stream: EventStream, answer: StreamedAnswer, output: Output) -> None:
+        events = answer.events(output)
+        if isinstance(output, End):
+            await stream.end([*events, *closing_events(self._body, self._shape, output.usage)])
+        else:
+            await stream.send(events)
 
 
-STREAM_END = {"type": "http.response.body", "body": b"", "more_body": False}
+class _EventSink:
+    """Writes pieces as events, as they come."""
 
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        # Once the events of the first output are sent.
+        self.answer: StreamedAnswer | None = None
 
-def stream_start() -> dict[str, object]:
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-async def send_events(send: Send, events: Sequence[str]) -> None:
-    if events:
-        body = "".join([f"data: {event}\n\n" for event in events]).encode()
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    def __call__(self, piece: Piece) -> bool:
+        if self.answer is None or not self._stream.is_open:
+            return False
+        self._stream.write(self.answer.events(piece))
+        return True
 
 
 def closing_events(body: Body, shape: AnswerShape, usage: Usage) -> list[str]:

@@ -51,9 +51,11 @@ class StreamedAnswer:
 
     def events(self, output: Output) -> list[str]:
         match output:
-            case Piece(sample=sample, text=text):
-                tokens = self._shown[sample].push(output) if self._tells_tokens else []
-                return self._chunks(sample, text, tokens)
+            case Piece():
+                sample = output.sample
+                if self._tells_tokens:
+                    return self._chunks(sample, output.text, self._shown[sample].push(output))
+                return self._shape.chunks(sample, output.text, ()) if output.text else []
             case ScoredPrompt():
                 return []
             case SampleEnd():

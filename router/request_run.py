@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 from router.attempt import Attempt, AttemptEvent
 from router.completion import End, Output, Piece, SampleEnd, ScoredPrompt, Usage
@@ -14,6 +15,7 @@ from router.failure import Failure
 from router.fleet import Fleet
 from router.generation_request import GenerationRequest
 from router.metrics import RouterMetrics
+from router.piece_sink import PieceSink
 from router.placement import Placement
 from router.placer import Placer
 from router.sample_course import SampleFinished, Tokens, scored_tokens
@@ -38,12 +40,15 @@ class RequestRun:
         metrics: RouterMetrics,
         placer: Placer,
         retry_limits: RetryLimits,
+        on_tokens: Callable[[int], None],
     ) -> None:
+        """`on_tokens`: told how many came, as they come."""
         self._request = request
         self._fleet = fleet
         self._metrics = metrics
         self._placer = placer
         self._retry_limits = retry_limits
+        self._on_tokens = on_tokens
         seed = request.sampling.seed
         self._seed = secrets.randbits(64) if seed is None else seed
         self._samples = tuple(
@@ -51,7 +56,12 @@ class RequestRun:
             for number in range(request.sampling.n)
         )
         self._running: dict[SampleGroup, Attempt] = {}
+        # Outputs that are known and not yielded: what comes after pieces that went past the reader.
+        self._held: list[Output] = []
+        self._last: SampleEnd | None = None
         self._changed = WakeUp()
+        self._sink: PieceSink | None = None
+        self._defect: Exception | None = None
         self._num_attempts = 0
         # Of the prompt's log probabilities, what has not come.
         self._prompt_logprobs = request.sampling.prompt_logprobs
@@ -60,30 +70,30 @@ class RequestRun:
         self._fingerprint: str | None = None
         self._has_token = False
 
-    async def outputs(self) -> AsyncGenerator[Output, None]:
+    async def outputs(self, sink: PieceSink | None = None) -> AsyncGenerator[Output, None]:
         """The scored prompt if it was asked for, pieces and ends of samples as they come, the end.
 
         Closing it cancels the request on its workers.
+
+        Args:
+            sink: offered pieces while the reader waits. What it takes is not yielded.
 
         Raises:
             RequestError: UNAVAILABLE or INTERNAL, no worker takes it or every attempt failed; or what a
                 worker found wrong with it.
         """
+        self._sink = sink
         self._start()
-        last: SampleEnd | None = None
         try:
             while True:
                 await self._changed.wait()
+                if self._defect is not None:
+                    raise self._defect
                 for group, attempt in [*self._running.items()]:
-                    if (event := attempt.take()) is not None:
-                        if attempt.has_more:
-                            self._changed.due()
-                        for output in self._hear(attempt, event):
-                            if isinstance(output, SampleEnd) and self._num_live == 0:
-                                last = output
-                            else:
-                                yield output
-                    elif attempt.is_decided and (end := await self._settle(group, attempt, last)):
+                    has_heard = self._hear_next(attempt)
+                    while self._held:
+                        yield self._held.pop(0)
+                    if not has_heard and attempt.is_decided and (end := await self._settle(group, attempt)):
                         yield end
                         return
         finally:
@@ -126,36 +136,63 @@ class RequestRun:
             {number: len(share.generated) for number in share.samples},
             share.options,
             since_s,
-            self._changed.due,
+            partial(self._on_news, group),
         )
         attempt.submit(
             [(self._fleet.session(worker), worker.worker_id, message) for worker, message in messages]
         )
         self._running[group] = attempt
-        logger.debug(
-            "%s: attempt %d on %s",
-            self._request.request_id,
-            identity.attempt,
-            ", ".join(f"{worker.worker_id} ({message.WhichOneof('leg')})" for worker, message in messages),
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            legs = [f"{worker.worker_id} ({message.WhichOneof('leg')})" for worker, message in messages]
+            logger.debug("%s: attempt %d on %s", self._request.request_id, identity.attempt, ", ".join(legs))
 
-    def _hear(self, attempt: Attempt, event: AttemptEvent) -> list[Output]:
+    def _on_news(self, group: SampleGroup) -> None:
+        """The group's attempt has something to take, or is decided."""
+        if self._sink is None or not self._changed.is_awaited:
+            self._changed.due()
+            return
+        try:
+            self._hear_next(self._running[group])
+            while self._held and isinstance(self._held[0], Piece) and self._sink(self._held[0]):
+                del self._held[0]
+        except Exception as error:  # it ends this request, not the session that calls
+            self._defect = error
+        if self._held or self._defect is not None:
+            self._changed.due()
+
+    def _hear_next(self, attempt: Attempt) -> bool:
+        """Whether the attempt had something to say: what follows from it is held now."""
+        event = attempt.take()
+        if event is not None:
+            self._hear(attempt, event)
+        if attempt.has_more:
+            self._changed.due()
+        return event is not None
+
+    def _hear(self, attempt: Attempt, event: AttemptEvent) -> None:
         match event:
-            case Tokens(number, _, token_ids, logprobs):
-                sample = self._samples[number]
-                piece = sample.push(token_ids, logprobs)
-                self._count(sample, piece, len(token_ids), attempt.last_token_s)
-                if sample.end is None:
-                    return [piece]
-                attempt.abandon(number)
-                return [piece, sample.end]
+            case Tokens():
+                sample = self._samples[event.sample]
+                piece = sample.push(event.token_ids, event.logprobs)
+                self._held.append(piece)
+                self._count(sample, piece, len(event.token_ids), attempt.last_token_s)
+                if sample.end is not None:
+                    self._hold_end(sample.end)
+                    attempt.abandon(sample.number)
             case SampleFinished(number, reason):
-                return [self._samples[number].finish(reason)]
+                self._hold_end(self._samples[number].finish(reason))
             case prompt:
                 self._prompt_logprobs = None
-                return [ScoredPrompt(scored_tokens(self._request.prompt, prompt.tokens))]
+                self._held.append(ScoredPrompt(scored_tokens(self._request.prompt, prompt.tokens)))
 
-    async def _settle(self, group: SampleGroup, attempt: Attempt, last: SampleEnd | None) -> End | None:
+    def _hold_end(self, end: SampleEnd) -> None:
+        """The last of all ends is told with the request's."""
+        if self._num_live > 0:
+            self._held.append(end)
+        else:
+            self._last = end
+
+    async def _settle(self, group: SampleGroup, attempt: Attempt) -> End | None:
         """An attempt is over. Its samples have their ends, or go on in another one; with the end of all
         comes the end of the request.
         """
@@ -166,8 +203,10 @@ class RequestRun:
             await self._go_on(group, attempt, attempt.failure)
         if self._running:
             return None
-        assert last is not None
-        return End(last, self._usage(), group.history.spent + attempt.stage_times(), attempt.served_by())
+        assert self._last is not None
+        return End(
+            self._last, self._usage(), group.history.spent + attempt.stage_times(), attempt.served_by()
+        )
 
     async def _go_on(self, group: SampleGroup, attempt: Attempt, failure: Failure) -> None:
         """Makes the next attempt, of each sample that has tokens its own.
@@ -216,6 +255,7 @@ class RequestRun:
             self._metrics.inter_token.observe(each_s, num_kept)
         sample.last_arrival_s = arrived_s
         self._metrics.generation_tokens.value += num_kept
+        self._on_tokens(num_kept)
 
     def _usage(self) -> Usage:
         generated = sum(len(sample.generated) for sample in self._samples)

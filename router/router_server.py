@@ -25,6 +25,7 @@ from router.fleet import Fleet, LinkSettings
 from router.generation_service import GenerationService
 from router.grpc_door import GrpcDoor
 from router.grpc_keys import GrpcKeys
+from router.http_connection import HttpConnection
 from router.http_door import MAX_BODY_BYTES, make_http_door
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
@@ -119,6 +120,7 @@ class RouterServer:
         self._http = _HttpServer(
             uvicorn.Config(
                 make_http_door(self._service, tool_style, self._doorkeeper),
+                http=HttpConnection,
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -50,6 +50,11 @@ class SampleCourse:
         return self._is_abandoned or self._finish is not None
 
     @property
+    def is_going_on(self) -> bool:
+        """Neither over nor with a gap: as it is after nearly every token."""
+        return self._finish is None and not self._is_abandoned and not self._merge.has_gap
+
+    @property
     def has_gap(self) -> bool:
         return self._merge.has_gap and not self._is_abandoned
 
@@ -89,15 +94,16 @@ class SampleCourse:
             return None
         index, token_ids = self._merge.take()
         if token_ids:
-            self.num_taken += len(token_ids)
-            return Tokens(self._sample, index, token_ids, self._take_logprobs(index, len(token_ids)))
+            num_tokens = len(token_ids)
+            self.num_taken += num_tokens
+            if self._options.logprobs is None:
+                return Tokens(self._sample, index, token_ids)
+            return Tokens(self._sample, index, token_ids, self._take_logprobs(index, num_tokens))
         if self._finish is not None and not self._merge.has_gap:
             return SampleFinished(self._sample, self._finish)
         return None
 
-    def _take_logprobs(self, index: int, num_tokens: int) -> Sequence[TokenLogprobs] | None:
-        if self._options.logprobs is None:
-            return None
+    def _take_logprobs(self, index: int, num_tokens: int) -> Sequence[TokenLogprobs]:
         return [self._logprobs.pop(at) for at in range(index, index + num_tokens)]
 
 

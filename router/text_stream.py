@@ -42,6 +42,12 @@ class TextStream:
         self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> Written:
+        if len(token_ids) == 1 and self._stop_strings is None:
+            # As nearly all tokens come.
+            start = self._num_chars
+            text = self._detokenizer.push(token_ids[0])
+            self._num_chars += len(text)
+            return Written(text, (start,), False)
         texts: list[str] = []
         starts: list[int] = []
         stopped = False

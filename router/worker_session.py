@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -43,7 +44,16 @@ SentEvent = (
     | worker_pb2.Dropped
 )
 LegEvent = SentEvent | SessionLost
-LegListener = Callable[[LegEvent], None]
+
+
+class LegListener(Protocol):
+    """Hears what a worker says of one leg, in order."""
+
+    def __call__(self, event: LegEvent, /) -> None: ...
+
+    def hear_tokens(self, event: worker_pb2.SequenceTokens, /) -> None:
+        """The short way for what is said most."""
+        ...
 
 
 class WorkerRefused(Exception):
@@ -88,7 +98,8 @@ class WorkerSession:
         self._expected = (0, 0)
         # Until something that it tells changes.
         self._snapshot: WorkerSnapshot | None = None
-        self._silence: asyncio.Timeout | None = None
+        self._end_timeout: asyncio.Timeout | None = None
+        self._silence: asyncio.TimerHandle | None = None
         self._end_reason: str | None = None
         self._retiring = False
 
@@ -128,22 +139,37 @@ class WorkerSession:
         try:
             async with (
                 self._security.connect(self.address, _CHANNEL_OPTIONS) as channel,
-                asyncio.timeout(self._stall_limit_s) as self._silence,
+                asyncio.timeout(None) as self._end_timeout,
             ):
+                self._listen_for_silence(loop.time())
                 call = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
                 async for message in call:
                     if self._end_reason is not None:
                         break
                     self.heard_s = loop.time()
-                    self._silence.reschedule(self.heard_s + self._stall_limit_s)
                     self._hear(message, on_change)
         except TimeoutError:
             return self._end_reason or f"silent for more than {self._stall_limit_s:g} s"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         finally:
-            self._silence = None
+            self._end_timeout = None
+            if self._silence is not None:
+                self._silence.cancel()
         return self._end_reason or "the worker closed the session"
+
+    def _listen_for_silence(self, heard_s: float) -> None:
+        """Until the limit is over since the worker's last word. A word costs no timer."""
+        loop = asyncio.get_running_loop()
+        limit_s = heard_s + self._stall_limit_s
+        if loop.time() >= limit_s:
+            self._expire()
+        else:
+            self._silence = loop.call_at(limit_s, lambda: self._listen_for_silence(self.heard_s or heard_s))
+
+    def _expire(self) -> None:
+        if self._end_timeout is not None:
+            self._end_timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.RouterMessage]:
         hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, session=self.id)
@@ -204,7 +230,7 @@ class WorkerSession:
                 self._snapshot = None
             listener = self._listeners.get(number)
             if listener is not None:
-                listener(event)
+                listener.hear_tokens(event)
 
     def _observe_handoff(self, event: worker_pb2.Prefilled) -> None:
         receiver = self._receivers.get(event.attempt.number)
@@ -268,9 +294,9 @@ class WorkerSession:
             self._end("the worker does not read")
 
     def _end(self, reason: str) -> None:
-        if self._end_reason is None and self._silence is not None:
+        if self._end_reason is None and self._end_timeout is not None:
             self._end_reason = reason
-            self._silence.reschedule(asyncio.get_running_loop().time())
+            self._expire()
 
     def snapshot(self) -> WorkerSnapshot | None:
         """The worker as placement sees it. None: it has not said yet who it is and how busy."""

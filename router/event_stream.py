@@ -1,0 +1,46 @@
+"""The body of an answer that is a stream of server-sent events."""
+
+from collections.abc import Sequence
+
+from starlette.types import Scope, Send
+
+from router.http_connection import BODY_WRITER, BodyWriter
+from router.server_send import server_send_of
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class EventStream:
+    """Sends events as they come; each is the JSON of one, or "[DONE]"."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send_head = send
+        self._send = server_send_of(scope)
+        # None: the server has no such thing.
+        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+
+    @property
+    def is_open(self) -> bool:
+        """Events may be written: the stream has begun, and its client keeps up."""
+        return self._writer is not None and self._writer.is_open
+
+    def write(self, events: Sequence[str]) -> None:
+        """Only while it is open."""
+        if events and self._writer is not None:
+            self._writer.write(_body(events) if len(events) > 1 else f"data: {events[0]}\n\n".encode())
+
+    async def begin(self) -> None:
+        await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def send(self, events: Sequence[str]) -> None:
+        """Waits for a client that lags."""
+        if events:
+            await self._send({"type": "http.response.body", "body": _body(events), "more_body": True})
+
+    async def end(self, events: Sequence[str]) -> None:
+        """The last events."""
+        await self._send({"type": "http.response.body", "body": _body(events), "more_body": False})
+
+
+def _body(events: Sequence[str]) -> bytes:
+    return "".join([f"data: {event}\n\n" for event in events]).encode()

@@ -1,0 +1,108 @@
+"""One client's HTTP connection, with a shorter way for the bodies of streams than ASGI's."""
+
+import asyncio
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+# Of the ASGI scope's "extensions".
+BODY_WRITER = "baton.body_writer"
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's, which offers the application a `BodyWriter` for each request."""
+
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is before:
+            return
+        writer = BodyWriter(self.cycle, _Writes.of(self.loop))
+        self.scope["extensions"] = {BODY_WRITER: {"writer": writer}}
+        if self.scope["method"] == "POST":
+            self.cycle.transport = _HeadWithBody(self.cycle)
+
+
+class BodyWriter:
+    """Writes parts of the body of one answer from anywhere in the loop.
+
+    `send` does the same in a task that has to be woken for it. What is written here leaves before what is
+    sent later.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, writes: "_Writes") -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self._writes = writes
+
+    @property
+    def is_open(self) -> bool:
+        """The body is under way, and the client is there and keeps up. Else `send` knows what to do."""
+        cycle = self._cycle
+        is_under_way = cycle.chunked_encoding is True and not cycle.response_complete
+        return is_under_way and not cycle.disconnected and not self._flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Only while it is open. `part`: not empty, which would end the body."""
+        self._writes.add(self._transport, b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class _Writes:
+    """What this turn of the loop has for the clients, all written at its end.
+
+    The tokens of one step come in one turn: first all are made into events, then the kernel has the
+    processor's caches to itself. Whoever is woken in this turn runs after that: the loop keeps the order.
+    """
+
+    _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, _Writes]"] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "_Writes":
+        writes = cls._of_loop.get(loop)
+        if writes is None:
+            writes = cls._of_loop[loop] = cls()
+        return writes
+
+    def add(self, transport: asyncio.Transport, data: bytes) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._waiting.append((transport, data))
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for transport, data in waiting:
+            if not transport.is_closing():
+                transport.write(data)
+
+
+class _HeadWithBody(asyncio.Transport):
+    """Keeps the head of an answer until the first part of its body: one packet, as ASGI wants it."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        super().__init__()
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._head is not None:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+        elif self._cycle.response_started:
+            self._head = bytes(data)
+        else:
+            # "100 Continue".
+            self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._head is not None:
+            self._transport.write(self._head)
+        self._transport.close()
