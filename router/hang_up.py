@@ -7,7 +7,7 @@ from starlette.types import Receive
 
 
 async def until_hang_up(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work`, cancelled as soon as the client closes the connection.
+    """Does `work`, which is cancelled as soon as the client closes the connection.
 
     Args:
         receive: of a request whose body is read: all that still can come is the disconnect.
@@ -15,19 +15,23 @@ async def until_hang_up(receive: Receive, work: Coroutine[None, None, None]) -> 
     Raises:
         Whatever `work` raises.
     """
-    worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    has_hung_up = False
+
+    async def watch() -> None:
+        nonlocal has_hung_up
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_hung_up = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        # Cancelled by anybody else besides, it is for them.
+        if not has_hung_up or task.uncancel() > 0:
+            raise
     finally:
         watcher.cancel()
-        if not worker.done():
-            worker.cancel()
-        await asyncio.wait({worker, watcher})
-    if not worker.cancelled():
-        worker.result()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

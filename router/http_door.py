@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from router.api_keys import ApiKey
 from router.batch_response import BatchResponse
@@ -17,11 +18,12 @@ from router.doorkeeper import Doorkeeper
 from router.errors import ErrorCode, RequestError, invalid, openai_body
 from router.generation_request import ChatPrompt, Prompt, RequestDraft
 from router.generation_service import GenerationService
+from router.hot_routes import HotRoutes
 from router.http_keys import HttpKeys, api_key_of
 from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
-from router.request_id import HEADER, HttpRequestIds, request_id_of
+from router.request_id import HttpRequestIds, request_id_of
 from router.server_send import ServerSend
 from router.strict_body import StrictBody, parse
 from router.token_schema import DetokenizeAnswer, TokenizeAnswer, read_detokenize, read_tokenize
@@ -35,19 +37,26 @@ MAX_BODY_BYTES = 16 << 20
 
 def make_http_door(
     service: GenerationService, tool_style: ToolStyle | None, doorkeeper: Doorkeeper
-) -> FastAPI:
+) -> ASGIApp:
     """The ASGI application.
 
     Args:
         tool_style: how the model writes calls. None: not known.
     """
+    answers = _Answers(service, tool_style)
+    hot = {"/v1/chat/completions": answers.chat, "/v1/completions": answers.complete}
+    routes = HotRoutes(_make_application(service, tool_style, answers), hot, _answer_error)
+    named = HttpRequestIds(HttpKeys(HttpBodies(routes, service.bodies), doorkeeper))
+    return ServerSend(named)
+
+
+def _make_application(
+    service: GenerationService, tool_style: ToolStyle | None, answers: "_Answers"
+) -> FastAPI:
+    """All endpoints, the hot ones too: it knows what to say of a GET of theirs."""
     door = FastAPI(title="Baton", openapi_url=None)
-    door.add_middleware(HttpBodies, budget=service.bodies)
-    door.add_middleware(HttpKeys, doorkeeper=doorkeeper)
-    door.add_middleware(HttpRequestIds)
-    # The last one added is the outermost.
-    door.add_middleware(ServerSend)
-    _serve_answers(door, service, tool_style)
+    door.post("/v1/chat/completions")(answers.chat)
+    door.post("/v1/completions")(answers.complete)
     _serve_tokens(door, service, tool_style)
     _serve_models(door, service)
     _serve_operators(door, service, tool_style)
@@ -55,25 +64,29 @@ def make_http_door(
     return door
 
 
-def _serve_answers(door: FastAPI, service: GenerationService, tool_style: ToolStyle | None) -> None:
-    @door.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
+class _Answers:
+    """What the model says."""
+
+    def __init__(self, service: GenerationService, tool_style: ToolStyle | None) -> None:
+        self._service = service
+        self._tool_style = tool_style
+
+    async def chat(self, request: Request) -> Response:
         asked = _Asked.now(request)
         body = read_chat(await _read_body(request))
-        plan = plan_calls(body.tool_use(), tool_style)
+        plan = plan_calls(body.tool_use(), self._tool_style)
         draft = asked.chat(body, plan)
-        shape = ChatShape(answer_head(service, body, draft), plan.new_parser)
-        return OpenAIResponse(service, body, draft, shape)
+        shape = ChatShape(answer_head(self._service, body, draft), plan.new_parser)
+        return OpenAIResponse(self._service, body, draft, shape)
 
-    @door.post("/v1/completions")
-    async def complete(request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         asked = _Asked.now(request)
         body = read_completion(await _read_body(request))
         drafts = asked.completions(body)
-        head = answer_head(service, body, drafts[0])
+        head = answer_head(self._service, body, drafts[0])
         if len(drafts) > 1:
-            return BatchResponse(service, body, drafts, head)
-        return OpenAIResponse(service, body, drafts[0], TextShape(head))
+            return BatchResponse(self._service, body, drafts, head)
+        return OpenAIResponse(self._service, body, drafts[0], TextShape(head))
 
 
 def _serve_tokens(door: FastAPI, service: GenerationService, tool_style: ToolStyle | None) -> None:
@@ -130,12 +143,6 @@ def _serve_operators(door: FastAPI, service: GenerationService, tool_style: Tool
 
 
 def _explain_errors(door: FastAPI) -> None:
-    @door.exception_handler(RequestError)
-    async def on_request_error(request: Request, error: RequestError) -> Response:
-        request_id = request_id_of(request)
-        logger.info("%s: %s: %s", request_id, error.code.name, error.message)
-        return error_response(error, request_id)
-
     @door.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_ARGUMENT
@@ -143,13 +150,19 @@ def _explain_errors(door: FastAPI) -> None:
         body = openai_body(refused, request_id_of(request))
         return JSONResponse(body, status_code=error.status_code)
 
+    @door.exception_handler(RequestError)
     @door.exception_handler(Exception)
-    async def on_defect(request: Request, error: Exception) -> Response:
-        request_id = request_id_of(request)
-        logger.error("%s: failed", request_id, exc_info=error)
-        defect = RequestError(ErrorCode.INTERNAL, "the router failed; its log says why")
-        # Starlette answers outside of all middleware.
-        return error_response(defect, request_id, {HEADER: request_id})
+    async def on_error(request: Request, error: Exception) -> Response:
+        return _answer_error(request, error)
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    request_id = request_id_of(request)
+    if isinstance(error, RequestError):
+        logger.info("%s: %s: %s", request_id, error.code.name, error.message)
+        return error_response(error, request_id)
+    logger.error("%s: failed", request_id, exc_info=error)
+    return error_response(RequestError(ErrorCode.INTERNAL, "the router failed; its log says why"), request_id)
 
 
 @dataclass(frozen=True, slots=True)
