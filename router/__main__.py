@@ -131,6 +131,8 @@ async def _first_of(server: RouterServer, signalled: asyncio.Event) -> None:
 
 
 def main() -> None:
+    # No line says them, and every request writes one.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

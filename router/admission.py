@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from router.cluster_view import Role, WorkerSnapshot
 from router.errors import ErrorCode, RequestError
@@ -78,14 +79,15 @@ class Claim:
 class Ticket:
     """A request that was let in. `leave` at its end, whatever that is."""
 
-    def __init__(self, admission: "Admission", entry: "_Entry") -> None:
+    def __init__(self, admission: "Admission", entry: "_Entry", charge: Callable[[str, float], None]) -> None:
         self._admission = admission
         self._entry = entry
+        self._charge = charge
         self._is_before_first_token = True
 
     def generated(self, num_tokens: int) -> None:
         """Tokens came. With the first ones the prompt is off the workers' hands."""
-        self._admission.charge(self._entry, num_tokens)
+        self._charge(self._entry.key, OUTPUT_WEIGHT * num_tokens)
         if self._is_before_first_token:
             self._is_before_first_token = False
             self._admission.free(self._entry, computed=self._entry.tokens)
@@ -150,11 +152,17 @@ class Admission:
             now_s,
             asyncio.get_running_loop().create_future(),
         )
+        if not self._queue and self._has_room(capacity, entry.is_long):
+            # As nearly all come.
+            self._queue.pass_by(entry.key, entry.tokens)
+            self._take_room(entry)
+            self._follow(capacity, now_s)
+            return Ticket(self, entry, self._queue.charge)
         if (displaced := self._queue.push(entry)) is not None:
             self._displace(displaced, self._expected_ttft_s(claim, capacity, now_s))
         self._let_in(capacity, now_s)
         await self._wait(entry)
-        return Ticket(self, entry)
+        return Ticket(self, entry, self._queue.charge)
 
     async def _wait(self, entry: _Entry) -> None:
         try:
@@ -175,10 +183,6 @@ class Admission:
         if self._queue:
             self._let_in(self._capacity(), self._clock())
 
-    def charge(self, entry: _Entry, num_tokens: int) -> None:
-        """Tokens were generated for a request that was let in."""
-        self._queue.charge(entry.key, OUTPUT_WEIGHT * num_tokens)
-
     def free(self, entry: _Entry, *, computed: int) -> None:
         """A request that was let in is no longer before its first token.
 
@@ -194,25 +198,29 @@ class Admission:
     def _takes(self, entry: _Entry) -> float:
         return min(entry.tokens, self._rules.max_inflight_prompt_tokens * MAX_PART)
 
-    def _let_in(self, capacity: Capacity, now_s: float) -> None:
-        def has_room(is_long: bool) -> bool:
-            share = 1 - SHORT_SHARE if is_long else SHORT_SHARE
-            room = share * self._rules.max_inflight_prompt_tokens * capacity.num_workers
-            return self._taken[is_long] < room or self._taken[is_long] == 0
+    def _has_room(self, capacity: Capacity, is_long: bool) -> bool:
+        """For one more long prompt, or one more short. Without workers they all get their error, or wait as
+        their limits say, where requests are placed.
+        """
+        share = 1 - SHORT_SHARE if is_long else SHORT_SHARE
+        room = share * self._rules.max_inflight_prompt_tokens * capacity.num_workers
+        taken = self._taken[is_long]
+        return taken < room or taken == 0 or capacity.num_workers == 0
 
-        while True:
-            if capacity.num_workers == 0:
-                # They get their error, or wait as their limits say, where requests are placed.
-                entry = self._queue.pop(lambda _: True, now_s, 1.0)
-            else:
-                entry = self._queue.pop(has_room, now_s, capacity.tokens_per_s)
-            if entry is None:
-                break
-            if entry.item.cancelled():
-                continue
-            self._taken[entry.is_long] += self._takes(entry)
-            self._inflight_tokens += entry.tokens
-            entry.item.set_result(None)
+    def _take_room(self, entry: _Entry) -> None:
+        self._taken[entry.is_long] += self._takes(entry)
+        self._inflight_tokens += entry.tokens
+
+    def _let_in(self, capacity: Capacity, now_s: float) -> None:
+        tokens_per_s = capacity.tokens_per_s if capacity.num_workers else 1.0
+        has_room = partial(self._has_room, capacity)
+        while (entry := self._queue.pop(has_room, now_s, tokens_per_s)) is not None:
+            if not entry.item.cancelled():
+                self._take_room(entry)
+                entry.item.set_result(None)
+        self._follow(capacity, now_s)
+
+    def _follow(self, capacity: Capacity, now_s: float) -> None:
         self._rate.follow(now_s, capacity.tokens_per_s, num_waiting=len(self._queue))
 
     def _check_wait(self, claim: Claim, capacity: Capacity, now_s: float) -> None:

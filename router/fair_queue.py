@@ -121,6 +121,12 @@ class FairQueue(Generic[T]):
         self._level = account.served
         return entry
 
+    def pass_by(self, key: str, tokens: float) -> None:
+        """As pushing an entry of so many tokens and popping it, while nothing waits."""
+        account = self._account(key)
+        account.served = max(account.served, self._level) + tokens
+        self._level = account.served
+
     def charge(self, key: str, tokens: float) -> None:
         """The key was served so many more."""
         account = self._accounts.get(key)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from router.completion import End, FinishReason, ScoredPrompt, Usage
 from router.openai_logprobs import ChatLogprobs, LogprobsWriter, PromptLogprobs, TextLogprobs
 from router.shown_tokens import PlacedToken
 from router.tool_parsers.events import ToolParser
+from router.tool_parsers.plain import PlainParser
 
 
 class PromptDetails(BaseModel):
@@ -107,6 +109,21 @@ class AnswerHead:
     logprobs: LogprobsWriter | None
     prompt_logprobs: LogprobsWriter | None
 
+    @classmethod
+    def marked(cls, model: str) -> "AnswerHead":
+        """Of no answer: what is made with it becomes an answer's when it is signed."""
+        return cls(
+            request_id=ChunkTemplate.ID_MARK,
+            model=model,
+            created_unix_s=ChunkTemplate.TIME_MARK,
+            logprobs=None,
+            prompt_logprobs=None,
+        )
+
+    def sign(self, marked: str) -> str:
+        """`marked`: the JSON of a body."""
+        return ChunkTemplate.signed(marked, self.request_id, self.created_unix_s)
+
 
 class AnswerShape(Protocol):
     """How one endpoint writes an answer. Every string is the JSON of one body."""
@@ -141,8 +158,7 @@ class ChatShape:
         self._samples: dict[int, ChatSample] = defaultdict(lambda: ChatSample(new_parser()))
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
-        first = Delta(role="assistant", content="")
-        return [self._chunk(sample, first, None, None) for sample in range(num_samples)]
+        return [self._known_chunk(sample, "role", None) for sample in range(num_samples)]
 
     def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
         """The log probabilities are told with the first of them."""
@@ -160,14 +176,17 @@ class ChatShape:
             return self._chunk(sample, delta, None, None)
         template = self._templates.get(sample)
         if template is None:
-            body = self._chunk(sample, Delta(content=ChunkTemplate.MARK), None, None)
+            body = self._known_chunk(sample, "content", None)
             template = self._templates[sample] = ChunkTemplate(body)
         return template.with_text(delta.content)
+
+    def _known_chunk(self, sample: int, delta: "_KnownDelta", word: FinishWord | None) -> str:
+        return self._head.sign(_marked_chat_chunk(self._head.model, sample, delta, word))
 
     def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
         parsed = self._samples[sample]
         rest = [self._chunk(sample, delta, None, None) for delta in parsed.last_deltas()]
-        return [*rest, self._chunk(sample, Delta(), None, parsed.finish_word(reason))]
+        return [*rest, self._known_chunk(sample, "none", parsed.finish_word(reason))]
 
     def usage_chunk(self, usage: Usage) -> str:
         return _with_usage(self._answer("chat.completion.chunk", []), usage).json_text()
@@ -233,12 +252,15 @@ class TextShape:
             return [self._chunk(sample, text, tokens, None)]
         template = self._templates.get(sample)
         if template is None:
-            template = ChunkTemplate(self._chunk(sample, ChunkTemplate.MARK, (), None))
-            self._templates[sample] = template
+            template = self._templates[sample] = self._new_template(sample, None)
         return [template.with_text(text)]
 
+    def _new_template(self, sample: int, reason: FinishReason | None) -> ChunkTemplate:
+        marked = _marked_text_chunk(self._head.model, self._first_choice + sample, reason)
+        return ChunkTemplate(self._head.sign(marked))
+
     def last_chunks(self, sample: int, reason: FinishReason) -> list[str]:
-        return [self._chunk(sample, "", (), reason)]
+        return [self._new_template(sample, reason).with_text("")]
 
     def usage_chunk(self, usage: Usage) -> str:
         return _with_usage(self._answer([]), usage).json_text()
@@ -287,6 +309,25 @@ class TextShape:
             model=head.model,
             choices=choices,
         )
+
+
+_KnownDelta = Literal["role", "content", "none"]
+_DELTAS: dict[_KnownDelta, Delta] = {
+    "role": Delta(role="assistant", content=""),
+    "content": Delta(content=ChunkTemplate.MARK),
+    "none": Delta(),
+}
+
+
+# Every answer has these chunks: only their marks are replaced for it.
+@lru_cache(maxsize=256)
+def _marked_chat_chunk(model: str, sample: int, delta: _KnownDelta, word: FinishWord | None) -> str:
+    return ChatShape(AnswerHead.marked(model), PlainParser)._chunk(sample, _DELTAS[delta], None, word)
+
+
+@lru_cache(maxsize=256)
+def _marked_text_chunk(model: str, choice: int, reason: FinishReason | None) -> str:
+    return TextShape(AnswerHead.marked(model), choice)._chunk(0, ChunkTemplate.MARK, (), reason)
 
 
 def _with_usage(answer: Answer, usage: Usage) -> Answer:

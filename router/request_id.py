@@ -1,7 +1,7 @@
 """The name that runs through a request's log lines, answers and errors."""
 
 import re
-import uuid
+import secrets
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +18,7 @@ _KEY = "request_id"
 
 def request_id_from(*given: str) -> str:
     """The first sound one that the client gave, else a new one."""
-    return next((each for each in given if _SOUND.fullmatch(each)), None) or uuid.uuid4().hex
+    return next((each for each in given if _SOUND.fullmatch(each)), None) or secrets.token_hex(16)
 
 
 def metadata_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -36,7 +36,8 @@ class SampleGroup:
             prompt_logprobs: what of them has not come.
         """
         numbers = range(self.samples[0].number, self.samples[-1].number + 1)
-        options = replace(options, n=len(numbers), prompt_logprobs=prompt_logprobs)
+        if (options.n, options.prompt_logprobs) != (len(numbers), prompt_logprobs):
+            options = replace(options, n=len(numbers), prompt_logprobs=prompt_logprobs)
         return Share(numbers, tuple(self.samples[0].generated), options)
 
     def after(self, history: History) -> "list[SampleGroup]":

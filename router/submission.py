@@ -51,8 +51,9 @@ def submits(
             return [(worker, submit)]
         case Pair(prefill, decode):
             receive = _submit(identity, request, share, seed)
+            send = worker_pb2.Submit()
+            send.CopyFrom(receive)
             receive.decode.prefill_worker_id = prefill.worker_id
-            send = _submit(identity, request, share, seed)
             send.expected_cached_tokens = placement.cached_tokens
             send.prefill.CopyFrom(
                 worker_pb2.PrefillLeg(
