@@ -41,7 +41,9 @@ class BodyWriter:
     def is_open(self) -> bool:
         """The body is under way, and the client is there and keeps up. Else `send` knows what to do."""
         cycle = self._cycle
-        is_under_way = cycle.chunked_encoding is True and not cycle.response_complete
+        # As long as the head is kept, a part of the body would come before it.
+        has_begun = cycle.chunked_encoding is True and cycle.transport is self._transport
+        is_under_way = has_begun and not cycle.response_complete
         return is_under_way and not cycle.disconnected and not self._flow.write_paused
 
     def write(self, part: bytes) -> None:

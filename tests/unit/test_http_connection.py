@@ -46,6 +46,8 @@ async def test_what_is_written_and_what_is_sent_come_in_order_and_the_connection
     async def answer(writer: BodyWriter, send: Send) -> None:
         assert not writer.is_open
         await send(START)
+        # The head is kept for the first part.
+        assert not writer.is_open
         await send(part(b"a"))
         for each in (b"b", b"c"):
             assert writer.is_open
