@@ -16,18 +16,7 @@ class EventStream:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._send_head = send
         self._send = server_send_of(scope)
-        # None: the server has no such thing.
-        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
-
-    @property
-    def is_open(self) -> bool:
-        """Events may be written: the stream has begun, and its client keeps up."""
-        return self._writer is not None and self._writer.is_open
-
-    def write(self, events: Sequence[str]) -> None:
-        """Only while it is open."""
-        if events and self._writer is not None:
-            self._writer.write(_body(events) if len(events) > 1 else f"data: {events[0]}\n\n".encode())
+        self.writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
 
     async def begin(self) -> None:
         await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -35,12 +24,14 @@ class EventStream:
     async def send(self, events: Sequence[str]) -> None:
         """Waits for a client that lags."""
         if events:
-            await self._send({"type": "http.response.body", "body": _body(events), "more_body": True})
+            await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": True})
 
     async def end(self, events: Sequence[str]) -> None:
         """The last events."""
-        await self._send({"type": "http.response.body", "body": _body(events), "more_body": False})
+        await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": False})
 
 
-def _body(events: Sequence[str]) -> bytes:
+def event_bytes(events: Sequence[str]) -> bytes:
+    if len(events) == 1:
+        return f"data: {events[0]}\n\n".encode()
     return "".join([f"data: {event}\n\n" for event in events]).encode()

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from router.completion import End, Output, Piece, Usage
 from router.counted_answer import streamed_answer
 from router.errors import RequestError, openai_body
-from router.event_stream import EventStream
+from router.event_stream import EventStream, event_bytes
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
@@ -103,14 +103,16 @@ class _EventSink:
     """Writes pieces as events, as they come."""
 
     def __init__(self, stream: EventStream) -> None:
-        self._stream = stream
+        self._writer = stream.writer
         # Once the events of the first output are sent.
         self.answer: StreamedAnswer | None = None
 
     def __call__(self, piece: Piece) -> bool:
-        if self.answer is None or not self._stream.is_open:
+        writer = self._writer
+        if writer is None or self.answer is None or not writer.is_open:
             return False
-        self._stream.write(self.answer.events(piece))
+        if events := self.answer.events(piece):
+            writer.write(event_bytes(events))
         return True
 
 

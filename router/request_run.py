@@ -28,6 +28,9 @@ from router.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 
+# Tokens that are charged together: each by itself would cost as much as its text.
+_TOLD_AT_ONCE = 16
+
 
 class RequestRun:
     """All samples of a request. A failed attempt is followed by another, from the tokens that are there."""
@@ -42,13 +45,15 @@ class RequestRun:
         retry_limits: RetryLimits,
         on_tokens: Callable[[int], None],
     ) -> None:
-        """`on_tokens`: told how many came, as they come."""
+        """`on_tokens`: told how many came: of the first at once, then of several together."""
         self._request = request
         self._fleet = fleet
         self._metrics = metrics
         self._placer = placer
         self._retry_limits = retry_limits
         self._on_tokens = on_tokens
+        # Tokens that it was not told of, and at how many it is.
+        self._untold, self._told_at = 0, 1
         seed = request.sampling.seed
         self._seed = secrets.randbits(64) if seed is None else seed
         self._samples = tuple(
@@ -99,6 +104,7 @@ class RequestRun:
         finally:
             for attempt in self._running.values():
                 attempt.close()
+            self._tell_tokens()
 
     @property
     def _num_live(self) -> int:
@@ -255,7 +261,15 @@ class RequestRun:
             self._metrics.inter_token.observe(each_s, num_kept)
         sample.last_arrival_s = arrived_s
         self._metrics.generation_tokens.value += num_kept
-        self._on_tokens(num_kept)
+        self._untold += num_kept
+        if self._untold >= self._told_at:
+            self._tell_tokens()
+
+    def _tell_tokens(self) -> None:
+        told, self._untold = self._untold, 0
+        self._told_at = _TOLD_AT_ONCE
+        if told:
+            self._on_tokens(told)
 
     def _usage(self) -> Usage:
         generated = sum(len(sample.generated) for sample in self._samples)
