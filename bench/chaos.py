@@ -38,7 +38,7 @@ ROUTER_OPTIONS = (
     *("--max-expected-ttft-s", "3600"),
 )
 # Told to leave, it moves what it has after that.
-WORKER_OPTIONS = ("--dtype", "float32", "--drain-limit-s", "0.5")
+WORKER_OPTIONS = ("--dtype", "float32", "--drain-limit-s", "0.5", "--kv-cache-bytes", str(1 << 30))
 _SCHEMA = json_module.dumps(
     {"type": "array", "items": {"enum": ["north", "wind", "house"]}, "minItems": 30, "maxItems": 40}
 )
