@@ -181,9 +181,6 @@ class Attempt:
 
     def hear(self, leg: Leg, event: LegEvent) -> None:
         match event:
-            case worker_pb2.SequenceTokens():
-                self.hear_tokens(event)
-                return
             case worker_pb2.Admitted():
                 self._admitted, self._kv_bytes = True, event.kv_bytes
                 self._clock.admitted(time.monotonic())

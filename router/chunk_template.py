@@ -23,7 +23,7 @@ class ChunkTemplate:
     @staticmethod
     def signed(body: str, request_id: str, created_unix_s: int) -> str:
         """The JSON with its marks of an id and a time replaced."""
-        return body.replace(_ID_MARK, request_id).replace(str(_TIME_MARK), str(created_unix_s))
+        return body.replace(str(_TIME_MARK), str(created_unix_s)).replace(_ID_MARK, request_id)
 
     def with_text(self, text: str) -> str:
         return f"{self._before}{encode_basestring(text)}{self._after}"

@@ -16,19 +16,29 @@ class EventStream:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._send_head = send
         self._send = server_send_of(scope)
+        # The head, and something after it.
+        self._has_begun = False
         self.writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
 
     async def begin(self) -> None:
+        """The head, which leaves with what is sent next, be it nothing."""
         await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def send(self, events: Sequence[str]) -> None:
         """Waits for a client that lags."""
-        if events:
+        if events or not self._has_begun:
+            self._has_begun = True
+            self._flush()
             await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": True})
 
     async def end(self, events: Sequence[str]) -> None:
         """The last events."""
+        self._flush()
         await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": False})
+
+    def _flush(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
 
 
 def event_bytes(events: Sequence[str]) -> bytes:

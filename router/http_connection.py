@@ -19,7 +19,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is before:
             return
         writer = BodyWriter(self.cycle, _Writes.of(self.loop))
-        self.scope["extensions"] = {BODY_WRITER: {"writer": writer}}
+        self.scope.setdefault("extensions", {})[BODY_WRITER] = {"writer": writer}
         if self.scope["method"] == "POST":
             self.cycle.transport = _HeadWithBody(self.cycle)
 
@@ -27,8 +27,7 @@ class HttpConnection(HttpToolsProtocol):
 class BodyWriter:
     """Writes parts of the body of one answer from anywhere in the loop.
 
-    `send` does the same in a task that has to be woken for it. What is written here leaves before what is
-    sent later.
+    `send` does the same in a task that has to be woken for it. Who sends flushes before.
     """
 
     def __init__(self, cycle: RequestResponseCycle, writes: "_Writes") -> None:
@@ -50,12 +49,16 @@ class BodyWriter:
         """Only while it is open. `part`: not empty, which would end the body."""
         self._writes.add(self._transport, b"%x\r\n%b\r\n" % (len(part), part))
 
+    def flush(self) -> None:
+        """What was written leaves now, before what is sent next."""
+        self._writes.flush()
+
 
 class _Writes:
     """What this turn of the loop has for the clients, all written at its end.
 
     The tokens of one step come in one turn: first all are made into events, then the kernel has the
-    processor's caches to itself. Whoever is woken in this turn runs after that: the loop keeps the order.
+    processor's caches to itself.
     """
 
     _of_loop: ClassVar["WeakKeyDictionary[asyncio.AbstractEventLoop, _Writes]"] = WeakKeyDictionary()
@@ -72,10 +75,10 @@ class _Writes:
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._write)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._waiting.append((transport, data))
 
-    def _write(self) -> None:
+    def flush(self) -> None:
         waiting, self._waiting = self._waiting, []
         for transport, data in waiting:
             if not transport.is_closing():

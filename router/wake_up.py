@@ -9,13 +9,15 @@ class WakeUp:
     def __init__(self) -> None:
         self._is_due = False
         self._waiter: asyncio.Future[None] | None = None
-        # A task waits, and was not woken yet.
-        self.is_awaited = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """A task waits, and was not woken yet."""
+        return self._waiter is not None and not self._is_due
 
     def due(self) -> None:
         """The next `wait`, or the one that is waiting, returns."""
         self._is_due = True
-        self.is_awaited = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -23,10 +25,8 @@ class WakeUp:
         """Returns once it was due since the last time."""
         if not self._is_due:
             self._waiter = asyncio.get_running_loop().create_future()
-            self.is_awaited = True
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                self.is_awaited = False
         self._is_due = False

@@ -37,7 +37,6 @@ class SessionLost:
 
 SentEvent = (
     worker_pb2.PromptLogprobs
-    | worker_pb2.SequenceTokens
     | worker_pb2.Admitted
     | worker_pb2.Prefilled
     | worker_pb2.Finished
@@ -52,7 +51,7 @@ class LegListener(Protocol):
     def __call__(self, event: LegEvent, /) -> None: ...
 
     def hear_tokens(self, event: worker_pb2.SequenceTokens, /) -> None:
-        """The short way for what is said most."""
+        """What is said most."""
         ...
 
 
@@ -142,18 +141,21 @@ class WorkerSession:
                 asyncio.timeout(None) as self._end_timeout,
             ):
                 self._listen_for_silence(loop.time())
-                call = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
-                async for message in call:
-                    if self._end_reason is not None:
-                        break
-                    self.heard_s = loop.time()
-                    self._hear(message, on_change)
+                try:
+                    call = worker_pb2_grpc.WorkerStub(channel).Connect(self._outgoing())
+                    async for message in call:
+                        if self._end_reason is not None:
+                            break
+                        self.heard_s = loop.time()
+                        self._hear(message, on_change)
+                finally:
+                    # A timeout that is over cannot be set again.
+                    self._end_timeout = None
         except TimeoutError:
             return self._end_reason or f"silent for more than {self._stall_limit_s:g} s"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         finally:
-            self._end_timeout = None
             if self._silence is not None:
                 self._silence.cancel()
         return self._end_reason or "the worker closed the session"

@@ -52,10 +52,10 @@ async def test_what_is_written_and_what_is_sent_come_in_order_and_the_connection
         for each in (b"b", b"c"):
             assert writer.is_open
             writer.write(each)
-        await asyncio.sleep(0)
+        writer.flush()
         await send(part(b"d"))
         writer.write(b"e")
-        await asyncio.sleep(0)
+        writer.flush()
         await send(part(b"f", more=False))
         assert not writer.is_open
 

@@ -28,21 +28,21 @@ def local_attempt(max_tokens: int) -> tuple[Attempt, Callable[[LegEvent], None]]
 async def test_tokens_that_nobody_read_come_in_one_piece() -> None:
     attempt, hear = local_attempt(max_tokens=100)
     for index in range(100):
-        hear(worker_pb2.SequenceTokens(index=index, token_ids=[index]))
+        hear.hear_tokens(worker_pb2.SequenceTokens(index=index, token_ids=[index]))
     assert attempt.take() == Tokens(0, 0, [*range(100)])
 
 
 async def test_what_is_held_for_a_slow_client_is_bounded_by_max_tokens() -> None:
     attempt, hear = local_attempt(max_tokens=10)
     for index in range(1000):
-        hear(worker_pb2.SequenceTokens(index=index, token_ids=[1, 2, 3]))
+        hear.hear_tokens(worker_pb2.SequenceTokens(index=index, token_ids=[1, 2, 3]))
     tokens = attempt.take()
     assert isinstance(tokens, Tokens) and len(tokens.token_ids) == 10
 
 
 async def test_tokens_that_were_said_come_before_the_end() -> None:
     attempt, hear = local_attempt(max_tokens=2)
-    hear(worker_pb2.SequenceTokens(index=0, token_ids=[5]))
+    hear.hear_tokens(worker_pb2.SequenceTokens(index=0, token_ids=[5]))
     hear(worker_pb2.Finished(finish_reason=FINISH_REASON_LENGTH))
     assert attempt.take() == Tokens(0, 0, [5])
     assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
