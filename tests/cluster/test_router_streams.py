@@ -3,8 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -16,9 +19,16 @@ from router.errors import ErrorCode, RequestError
 from router.generation_request import RequestDraft, TokenPrompt
 from router.piece_sink import PieceSink
 from router.sampling_options import SamplingDraft
+from router.text_stream import TextStream
+from router.tokenizer import Tokenizer
 from tests.cluster.router_bench import PROMPT, both_legs, generating, token_request
 from tests.cluster.router_fixtures import Cluster
 from tests.cluster.scripted_worker import SubmittedLeg
+
+Word = worker_pb2.SequenceTokens | worker_pb2.Admitted | worker_pb2.Prefilled | worker_pb2.Finished
+W = TypeVar("W")
+# What the two legs of a request say.
+Say = Callable[[SubmittedLeg, SubmittedLeg], Awaitable[None]]
 
 BODY = {"model": "tiny", "prompt": list(PROMPT), "max_tokens": 5, "stream": True}
 
@@ -128,9 +138,6 @@ def texts_of(body: str) -> str:
     return "".join(part.split('"', 1)[0] for part in body.split('"text":"')[1:])
 
 
-Say = Callable[[SubmittedLeg, SubmittedLeg], Awaitable[None]]
-
-
 async def raw_answer(scripted: Cluster, fields: dict[str, object], say: Say) -> str:
     """All bytes of a streamed completion, and whatever follows them until the connection is quiet."""
     host, port = scripted.router.http_address.split(":")
@@ -188,3 +195,97 @@ async def test_a_gap_that_is_filled_last_leaves_before_the_end(scripted: Cluster
     for index, tokens in enumerate(([70, 71, 72], [73, 74, 75])):
         events = [line for line in answer.splitlines() if f'"index":{index}' in line]
         assert texts_of("".join(events)) == scripted.router._tokenizer.prompt_text(tokens)
+
+
+@dataclass(slots=True)
+class Course:
+    """What a sample's tokens are, and what a client is to get of it."""
+
+    tokens: list[int]
+    text: str
+    finish: str
+
+    @classmethod
+    def random(cls, chance: Random, length: int, tokenizer: Tokenizer, stop: list[str]) -> "Course":
+        tokens = [chance.randint(20, 380) for _ in range(length)]
+        stream, text = TextStream(tokenizer, stop), ""
+        for token in tokens:
+            written = stream.push([token])
+            text += written.text
+            if written.stopped:
+                return cls(tokens, text, "stop")
+        rest = stream.finish()
+        return cls(tokens, text + rest.text, "stop" if rest.stopped else "length")
+
+
+def words_of_decode(chance: Random, attempt: worker_pb2.Attempt, courses: list[Course]) -> list[Word]:
+    """Each sample's in order, from its first or its second token on, the samples' mixed."""
+    samples: list[list[Word]] = []
+    for sample, course in enumerate(courses):
+        words, index = [], chance.choice((0, 1))
+        while index < len(course.tokens):
+            ids = course.tokens[index : index + chance.randint(1, 3)]
+            words.append(
+                worker_pb2.SequenceTokens(attempt=attempt, sample=sample, index=index, token_ids=ids)
+            )
+            index += len(ids)
+        end = worker_pb2.Finished(attempt=attempt, sample=sample, finish_reason=FINISH_REASON_LENGTH)
+        samples.append([*words, end])
+    mixed: list[Word] = [worker_pb2.Admitted(attempt=attempt)]
+    while left := [words for words in samples if words]:
+        mixed.append(chance.choice(left).pop(0))
+    return mixed
+
+
+def words_of_prefill(attempt: worker_pb2.Attempt, courses: list[Course]) -> list[Word]:
+    first = [
+        worker_pb2.SequenceTokens(attempt=attempt, sample=sample, index=0, token_ids=course.tokens[:1])
+        for sample, course in enumerate(courses)
+    ]
+    return [*first, worker_pb2.Prefilled(attempt=attempt)]
+
+
+def step_of(words: Sequence[Word]) -> worker_pb2.StepEvent:
+    def of(kind: type[W]) -> list[W]:
+        return [word for word in words if isinstance(word, kind)]
+
+    return worker_pb2.StepEvent(
+        tokens=of(worker_pb2.SequenceTokens),
+        admitted=of(worker_pb2.Admitted),
+        prefilled=of(worker_pb2.Prefilled),
+        finished=of(worker_pb2.Finished),
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_in_whatever_order_two_workers_speak_the_stream_is_right(scripted: Cluster, seed: int) -> None:
+    chance = Random(seed)
+    stop = chance.choice(([], [], ["e"], [" t"], ["a", "in"]))
+    length = chance.randint(2, 12)
+    tokenizer = scripted.router._tokenizer
+    courses = [Course.random(chance, length, tokenizer, stop) for _ in range(chance.choice((1, 1, 2, 3)))]
+
+    async def say(p: SubmittedLeg, d: SubmittedLeg) -> None:
+        left = {
+            p: words_of_prefill(p.submit.attempt, courses),
+            d: words_of_decode(chance, d.submit.attempt, courses),
+        }
+        while speaking := [leg for leg, words in left.items() if words]:
+            leg = chance.choice(speaking)
+            count = chance.randint(1, 3)
+            said, left[leg] = left[leg][:count], left[leg][count:]
+            leg.session.say(step_of(said))
+            for _ in range(chance.choice((0, 0, 1, 5, 30))):
+                await asyncio.sleep(0)
+
+    fields = {"max_tokens": length, "n": len(courses), "stop": stop}
+    events = (await raw_answer(scripted, fields, say)).split("data: ")[1:]
+    assert events.pop().startswith("[DONE]")
+    texts, ends = [""] * len(courses), [""] * len(courses)
+    for event in events:
+        (choice,) = json.loads(event.split("\n")[0])["choices"]
+        assert not ends[choice["index"]], "text after the end"
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]] = choice["finish_reason"] or ""
+    assert texts == [course.text for course in courses]
+    assert ends == [course.finish for course in courses]
