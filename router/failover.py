@@ -28,6 +28,7 @@ class History:
     Attributes:
         failed: sessions with workers that failed one: the next is made elsewhere, if there is anywhere else.
         leaving: sessions with workers that take nothing new.
+        mover: of these the one that has just given the request back, and may hand its KV on.
         num_fruitless: attempts in a row that brought no token. Those that did are not counted: a long
             stream may outlive any number of workers.
         spent: the time that went into them.
@@ -35,6 +36,7 @@ class History:
 
     failed: frozenset[str] = frozenset()
     leaving: frozenset[str] = frozenset()
+    mover: str | None = None
     num_fruitless: int = 0
     spent: StageTimes = field(default_factory=StageTimes)
 
@@ -44,8 +46,10 @@ class History:
             num_tokens: that the attempt brought.
             spent: on the attempt.
         """
+        is_news = failure.is_leaving and failure.session not in self.leaving
         return replace(
             self,
+            mover=failure.session if is_news else None,
             failed=self.failed | {failure.session},
             leaving=self.leaving | ({failure.session} if failure.is_leaving else frozenset()),
             num_fruitless=0 if num_tokens else self.num_fruitless + 1,

@@ -96,18 +96,28 @@ class PlacementInputs:
 
 
 def decide(
-    need: Need, workers: Sequence[WorkerSnapshot], inputs: PlacementInputs, rules: PlacementRules
+    need: Need,
+    workers: Sequence[WorkerSnapshot],
+    inputs: PlacementInputs,
+    rules: PlacementRules,
+    mover: WorkerSnapshot | None = None,
 ) -> Decision | None:
     """The cheapest placement on workers that take new requests. None: there is none.
 
     Where costs are equal to a tenth of a millisecond, the less loaded workers are chosen.
     A single token is decoded where the prompt is prefilled, if a prefill worker is there.
+
+    Args:
+        mover: one that leaves, gave the request back, and can hand on what it has of its KV.
     """
     choice = _Choice(need, inputs, rules)
     open_ = [worker for worker in workers if not worker.draining]
     prefill = choice.sample([worker for worker in open_ if worker.role is Role.PREFILL])
     decode = choice.sample(_with_room(need, [worker for worker in open_ if worker.role is Role.DECODE]))
-    candidates = sorted(choice.candidates(prefill, decode), key=_order)
+    candidates = choice.candidates(prefill, decode)
+    if mover is not None:
+        candidates += choice.moves(mover, decode or prefill)
+    candidates.sort(key=_order)
     return Decision(need, tuple(candidates[:SHOWN_CANDIDATES])) if candidates else None
 
 
@@ -161,6 +171,13 @@ class _Choice:
             return [self._alone(worker) for worker in decode or prefill]
         is_loaded = min(pair.cost.wait_s for pair in pairs) > self._rules.loaded_prefill_s
         return pairs + [self._alone(worker) for worker in decode if is_loaded or self._has_most(worker)]
+
+    def moves(self, mover: WorkerSnapshot, receivers: Sequence[WorkerSnapshot]) -> list[Candidate]:
+        """Of what the mover has, to the last block: it computes no prompt any more."""
+        has_all = uncached(self._need, self._cached(mover)) <= mover.block_size
+        if not has_all or self._need.max_new_tokens == 1:
+            return []
+        return [self._pair(mover, receiver) for receiver in receivers if receiver.can_take(mover)]
 
     def _is_short(self, worker: WorkerSnapshot) -> bool:
         return uncached(self._need, self._cached(worker)) <= self._rules.local_prefill_tokens

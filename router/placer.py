@@ -30,15 +30,20 @@ class Placer:
         self._chance = chance
 
     def place(
-        self, workers: Sequence[WorkerSnapshot], request: GenerationRequest, generated: Sequence[int] = ()
+        self,
+        workers: Sequence[WorkerSnapshot],
+        request: GenerationRequest,
+        generated: Sequence[int] = (),
+        mover: WorkerSnapshot | None = None,
     ) -> Placement | None:
         """Decides, and books what the submission that follows at once will take. None: nobody takes it.
 
         Args:
             workers: to choose among, with live sessions.
             generated: tokens that are there already.
+            mover: see `router.placement.decide`.
         """
-        decision = self.decide(workers, request, generated)
+        decision = self.decide(workers, request, generated, mover)
         if decision is None:
             return None
         self._book(decision)
@@ -47,17 +52,21 @@ class Placer:
         return decision.chosen.placement
 
     def decide(
-        self, workers: Sequence[WorkerSnapshot], request: GenerationRequest, generated: Sequence[int] = ()
+        self,
+        workers: Sequence[WorkerSnapshot],
+        request: GenerationRequest,
+        generated: Sequence[int] = (),
+        mover: WorkerSnapshot | None = None,
     ) -> Decision | None:
         """Books and records nothing."""
         tokens = (*request.prompt, *generated) if generated else request.prompt
         need = Need(len(tokens), request.sampling.max_tokens - len(generated))
         inputs = PlacementInputs(
-            self._cached_tokens(workers, tokens, request.cache_salt),
+            self._cached_tokens([*workers, mover] if mover else workers, tokens, request.cache_salt),
             self._fleet.observations.links.bytes_per_s,
             self._chance,
         )
-        return decide(need, workers, inputs, self._rules)
+        return decide(need, workers, inputs, self._rules, mover)
 
     def uncached_tokens(self, request: GenerationRequest) -> int:
         """Prompt tokens to compute where the longest prefix is; at least 1."""

@@ -120,8 +120,10 @@ class RequestRun:
 
     def _place(self, group: SampleGroup) -> Placement | None:
         fingerprint = self._fingerprint if self._has_token else None
-        for workers in choices(self._fleet.snapshot(), group.history, fingerprint):
-            placement = self._placer.place(workers, self._request, group.samples[0].generated)
+        every = self._fleet.snapshot()
+        mover = next((worker for worker in every if worker.session == group.history.mover), None)
+        for workers in choices(every, group.history, fingerprint):
+            placement = self._placer.place(workers, self._request, group.samples[0].generated, mover)
             if placement is not None:
                 return placement
         return None

@@ -134,6 +134,7 @@ class LegTable:
         self._tasks: dict[SequenceId, asyncio.Task[None]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._busy = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._legs)
@@ -148,6 +149,7 @@ class LegTable:
         task.add_done_callback(lambda _: self._forget(leg))
         self._tasks[key] = task
         self._empty.clear()
+        self._busy.set()
 
     def cancel(self, key: SequenceId) -> asyncio.Task[None] | None:
         """Ends a leg without a word to the router. Returns what ends when it has cleaned up."""
@@ -164,6 +166,10 @@ class LegTable:
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
+
+    async def wait_busy(self) -> None:
+        """Returns when there is a leg."""
+        await self._busy.wait()
 
     async def _run(self, leg: Leg) -> None:
         assignment = leg.assignment
@@ -182,6 +188,7 @@ class LegTable:
         leg.assignment.session.forget(leg.assignment.submit.attempt.number)
         if not self._legs:
             self._empty.set()
+            self._busy.clear()
 
     def _report_dropped(self, assignment: Assignment, dropped: LegDropped) -> None:
         log.info("request %s dropped: %s", assignment.submit.request_id, dropped.detail)

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 # How long calls that are under way may take to end after `stop`.
 _STOP_GRACE_S = 1.0
+# How soon a router begins to move what a leaving worker gave back, and how long all moves may take.
+_MOVE_GRACE_S = 0.5
+_MOVE_LIMIT_S = 5.0
 
 
 class WorkerServer:
@@ -244,16 +247,39 @@ class WorkerServer:
 
     async def drain(self, limit_s: float) -> None:
         """Takes no new work and returns when nothing is left. What has not finished after `limit_s` is given
-        back: its routers continue it on other workers.
+        back: its routers continue it on other workers, and may let these have its KV from here.
         """
         self.service.draining = self.monitor.draining = True
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             await asyncio.wait_for(self.legs.wait_empty(), limit_s)
         except TimeoutError:
-            log.warning("drain: %d requests are given back after %.0f s", len(self.legs), limit_s)
-            self.legs.drop_all(LegDropped(worker_pb2.DROP_CAUSE_DRAINING, "the worker is leaving"))
+            await self._give_back(limit_s)
+
+    async def _give_back(self, limit_s: float) -> None:
+        leaving = LegDropped(worker_pb2.DROP_CAUSE_DRAINING, "the worker is leaving")
+        if not len(self.legs):
+            return
+        log.warning("drain: %d requests are given back after %.0f s", len(self.legs), limit_s)
+        self.service.lets_move = True
+        self.legs.drop_all(leaving)
+        try:
+            async with asyncio.timeout(_MOVE_LIMIT_S):
+                await self.legs.wait_empty()
+                while await self._is_fetched():
+                    await self.legs.wait_empty()
+        except TimeoutError:
+            self.legs.drop_all(leaving)
             await self.legs.wait_empty()
+        self.service.lets_move = False
+
+    async def _is_fetched(self) -> bool:
+        """Whether a router begins to move something."""
+        try:
+            await asyncio.wait_for(self.legs.wait_busy(), _MOVE_GRACE_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def stop(self) -> None:
         """Ends the sessions, then the engine. What still runs is dropped."""

@@ -37,6 +37,8 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
+        # What was given back may be fetched: as hand-offs from here.
+        self.lets_move = False
         self._description = description
         self._engine = engine
         self._legs = legs
@@ -121,9 +123,9 @@ class SessionService(worker_pb2_grpc.WorkerServicer):
     def _submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
         session.begin(submit.attempt.number)
         try:
-            if self.draining:
-                raise LegDropped(worker_pb2.DROP_CAUSE_DRAINING, "the worker is leaving")
             kind = submit.WhichOneof("leg") or "none"
+            if self.draining and not (self.lets_move and kind == "prefill"):
+                raise LegDropped(worker_pb2.DROP_CAUSE_DRAINING, "the worker is leaving")
             factory = self._factories.get(kind)
             if factory is None:
                 raise LegDropped(worker_pb2.DROP_CAUSE_INVALID, f"this worker takes no {kind} leg")

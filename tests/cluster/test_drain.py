@@ -67,6 +67,26 @@ async def test_what_is_not_finished_at_the_limit_goes_on_elsewhere_and_the_clien
     assert await retries(cluster, "draining") > 0
 
 
+async def test_a_decode_worker_that_leaves_hands_its_sequences_on(cluster: LocalCluster) -> None:
+    undisturbed = await together(cluster, REQUESTS)
+    leaving, successor = cluster.decode
+    generated = (await leaving.engine.call(Engine.load)).generated_tokens
+    running = asyncio.create_task(together(cluster, uncached(REQUESTS)))
+    # Several streams are under way there, and nobody else has their KV.
+    while (await leaving.engine.call(Engine.load)).generated_tokens < generated + 100:
+        pass
+    await leaving.drain(0)
+    answers = await running
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
+    sent = leaving.monitor.registry.get_sample_value(
+        "baton_kv_sent_bytes_total", {"role": "decode", "transport": "shm"}
+    )
+    assert sent
+    moved = [answer for answer in answers if answer.last.served_by.prefill_worker == leaving.worker_id]
+    assert moved
+    assert {answer.last.served_by.decode_worker for answer in moved} == {successor.worker_id}
+
+
 @pytest.mark.parametrize("role", Role, ids=lambda role: role.value)
 async def test_what_runs_finishes_where_it_is_and_nothing_new_comes(
     cluster: LocalCluster, role: Role

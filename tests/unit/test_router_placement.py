@@ -44,6 +44,7 @@ def decided(
     cached: dict[str, int] | None = None,
     rates: dict[tuple[str, str], float] | None = None,
     chance: int = 0,
+    mover: WorkerSnapshot | None = None,
     **rules: float,
 ) -> Decision | None:
     """
@@ -57,7 +58,7 @@ def decided(
 
     tokens = {f"session-{name}": count for name, count in (cached or {}).items()}
     inputs = PlacementInputs(tokens, bytes_per_s, Random(chance))
-    return decide(Need(num_tokens, max_new_tokens), workers, inputs, PlacementRules(**rules))
+    return decide(Need(num_tokens, max_new_tokens), workers, inputs, PlacementRules(**rules), mover)
 
 
 def name(placement: Placement) -> str:
@@ -345,3 +346,32 @@ def test_a_hand_off_that_says_nothing_changes_nothing(num_bytes: int, seconds: f
     links = LinkRates()
     links.measured("p", "d", num_bytes, seconds)
     assert links.bytes_per_s("p", "d") == pytest.approx(START_BYTES_PER_S)
+
+
+LEAVING = worker("d9", draining=True)
+SLOW = {("d9", "d0"): 1e6, ("d9", "d1"): 1e6}
+
+
+@pytest.mark.parametrize(
+    ("workers", "told", "expected"),
+    [
+        pytest.param(IDLE, {"cached": {"d9": 496}}, "d9 d0", id="cheaper-than-computing-again"),
+        pytest.param(IDLE, {"cached": {"d9": 496}, "rates": SLOW}, "p0 d0", id="over-a-slow-link-it-is-not"),
+        pytest.param(IDLE, {"cached": {"d9": 480}}, "p0 d0", id="it-computes-no-more-than-a-block"),
+        pytest.param(IDLE, {"cached": {"d9": 496, "p0": 496}}, "p0 d0", id="others-have-it-too"),
+        pytest.param(IDLE, {"cached": {"d9": 496}, "max_new_tokens": 1}, "p0", id="nothing-to-decode"),
+        pytest.param((worker("d0"),), {"cached": {"d9": 496}}, "d9 d0", id="no-prefill-worker"),
+        pytest.param((worker("p0"),), {"cached": {"d9": 496}}, "d9 p0", id="no-other-decode-worker"),
+        pytest.param((), {"cached": {"d9": 496}}, None, id="nobody-takes-it"),
+        pytest.param(
+            (worker("p0"), worker("d0", fingerprint="other")),
+            {"cached": {"d9": 496}},
+            "d0",
+            id="nobody-who-can-take-it",
+        ),
+    ],
+)
+def test_a_worker_that_leaves_hands_on_what_it_has_where_that_is_cheaper(
+    workers: tuple[WorkerSnapshot, ...], told: dict, expected: str | None
+) -> None:
+    assert names(decided(workers, num_tokens=500, mover=LEAVING, **told)) == expected
