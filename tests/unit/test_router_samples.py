@@ -49,9 +49,9 @@ def all_events(attempt: Attempt) -> list[AttemptEvent]:
 
 async def test_samples_have_tokens_and_ends_of_their_own() -> None:
     attempt, hear = attempt_at("local", n=2)
-    hear(said(1, 0, [20]))
-    hear(said(0, 0, [10]))
-    hear(said(1, 1, [21]))
+    hear.hear_tokens(said(1, 0, [20]))
+    hear.hear_tokens(said(0, 0, [10]))
+    hear.hear_tokens(said(1, 1, [21]))
     hear(finished(1))
     hear(finished(0))
     assert all_events(attempt) == [
@@ -66,8 +66,8 @@ async def test_no_sample_is_starved_by_one_that_always_has_tokens() -> None:
     attempt, hear = attempt_at("local", n=2)
     samples = []
     for index in range(4):
-        hear(said(0, index, [1]))
-        hear(said(1, index, [2]))
+        hear.hear_tokens(said(0, index, [1]))
+        hear.hear_tokens(said(1, index, [2]))
         event = attempt.take()
         assert isinstance(event, Tokens)
         samples.append(event.sample)
@@ -76,20 +76,20 @@ async def test_no_sample_is_starved_by_one_that_always_has_tokens() -> None:
 
 async def test_the_end_of_one_sample_does_not_wait_for_the_others() -> None:
     attempt, hear = attempt_at("local", n=2)
-    hear(said(0, 0, [10]))
+    hear.hear_tokens(said(0, 0, [10]))
     hear(finished(0))
     assert attempt.take() == Tokens(0, 0, [10])
     assert attempt.take() == SampleFinished(0, FinishReason.LENGTH)
-    hear(said(1, 0, [20]))
+    hear.hear_tokens(said(1, 0, [20]))
     assert attempt.take() == Tokens(1, 0, [20])
 
 
 async def test_an_abandoned_sample_is_not_heard_any_more() -> None:
     attempt, hear = attempt_at("local", n=2)
     attempt.abandon(0)
-    hear(said(0, 0, [10]))
+    hear.hear_tokens(said(0, 0, [10]))
     hear(finished(0))
-    hear(said(1, 0, [20]))
+    hear.hear_tokens(said(1, 0, [20]))
     hear(finished(1))
     assert all_events(attempt) == [
         Tokens(1, 0, [20]),
@@ -106,16 +106,16 @@ async def test_the_last_abandoned_sample_ends_the_attempt() -> None:
 
 async def test_what_is_said_of_an_unknown_sample_is_ignored() -> None:
     attempt, hear = attempt_at("local")
-    hear(said(3, 0, [10]))
+    hear.hear_tokens(said(3, 0, [10]))
     hear(finished(3))
-    hear(said(0, 0, [11]))
+    hear.hear_tokens(said(0, 0, [11]))
     hear(finished(0))
     assert all_events(attempt) == [Tokens(0, 0, [11]), SampleFinished(0, FinishReason.LENGTH)]
 
 
 async def test_a_sample_can_go_on_by_itself_from_its_tokens() -> None:
     attempt, hear = attempt_at("local", first_indices={2: 2})
-    hear(said(2, 1, [1, 2, 3]))
+    hear.hear_tokens(said(2, 1, [1, 2, 3]))
     hear(finished(2))
     assert all_events(attempt) == [
         Tokens(2, 2, [2, 3]),
@@ -131,15 +131,17 @@ def scored(logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogpro
 
 async def test_a_token_without_its_log_probability_waits_for_who_knows_it() -> None:
     attempt, hear = attempt_at("local", logprobs=1)
-    hear(said(0, 0, [10]))
-    hear(worker_pb2.SequenceTokens(index=1, token_ids=[11], logprobs=[scored(-2, [(9, -1)])]))
-    hear(worker_pb2.SequenceTokens(index=0, token_ids=[10], logprobs=[scored(-0.5, [(10, -0.5)])]))
+    hear.hear_tokens(said(0, 0, [10]))
+    hear.hear_tokens(worker_pb2.SequenceTokens(index=1, token_ids=[11], logprobs=[scored(-2, [(9, -1)])]))
+    hear.hear_tokens(
+        worker_pb2.SequenceTokens(index=0, token_ids=[10], logprobs=[scored(-0.5, [(10, -0.5)])])
+    )
     assert attempt.take() == Tokens(0, 0, [10, 11], [Scores(-0.5, ((10, -0.5),)), Scores(-2, ((9, -1),))])
 
 
 async def test_a_log_probability_that_never_comes_is_an_error() -> None:
     attempt, hear = attempt_at("local", logprobs=1)
-    hear(said(0, 0, [10]))
+    hear.hear_tokens(said(0, 0, [10]))
     hear(finished(0))
     assert attempt.take() is None
     assert attempt.failure is not None and attempt.failure.error.code is ErrorCode.INTERNAL
@@ -147,7 +149,7 @@ async def test_a_log_probability_that_never_comes_is_an_error() -> None:
 
 async def test_the_prompts_log_probabilities_come_before_any_token() -> None:
     attempt, hear = attempt_at("local", prompt_logprobs=0)
-    hear(said(0, 0, [10]))
+    hear.hear_tokens(said(0, 0, [10]))
     prompt = worker_pb2.PromptLogprobs(tokens=[TokenLogprobs(), scored(-1)])
     hear(prompt)
     hear(finished(0))
@@ -160,7 +162,7 @@ async def test_the_prompts_log_probabilities_come_before_any_token() -> None:
 
 async def test_prompt_log_probabilities_that_never_come_are_an_error() -> None:
     attempt, hear = attempt_at("local", prompt_logprobs=0)
-    hear(said(0, 0, [10]))
+    hear.hear_tokens(said(0, 0, [10]))
     hear(finished(0))
     assert attempt.take() is None
     assert attempt.failure is not None and "prompt" in attempt.failure.error.message
