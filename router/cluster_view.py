@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Role(Enum):
@@ -21,8 +22,7 @@ class LinkState(Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
+class WorkerSnapshot(NamedTuple):
     """A worker with a live session.
 
     Attributes:

@@ -124,6 +124,7 @@ class RouterServer:
                 log_config=None,
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(CLOSE_LIMIT_S),
             ),

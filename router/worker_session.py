@@ -95,7 +95,8 @@ class WorkerSession:
         self._sent = SentLoad()
         # Prompt tokens and blocks that the next submission takes.
         self._expected = (0, 0)
-        # Until something that it tells changes.
+        # The worker by its own last word, and with what was sent since: until that changes.
+        self._reported: WorkerSnapshot | None = None
         self._snapshot: WorkerSnapshot | None = None
         self._end_timeout: asyncio.Timeout | None = None
         self._silence: asyncio.TimerHandle | None = None
@@ -186,14 +187,14 @@ class WorkerSession:
             case "load":
                 self.load = message.load
                 self._sent.reported()
-                self._snapshot = None
+                self._take_report()
                 on_change()
             case "cache":
                 if not self._observations.prefixes.hear(self.id, message.cache):
                     self._send(worker_pb2.RouterMessage(cache_query=worker_pb2.CacheQuery()))
             case "description":
                 self._accept(message.description)
-                self._snapshot = None
+                self._take_report()
                 on_change()
 
     def _accept(self, description: worker_pb2.WorkerDescription) -> None:
@@ -278,12 +279,12 @@ class WorkerSession:
     def retire(self) -> None:
         """Ends the session as soon as no attempt is left in it."""
         self._retiring = True
-        self._snapshot = None
+        self._take_report()
         self._end_if_retired()
 
     def unretire(self) -> None:
         self._retiring = False
-        self._snapshot = None
+        self._take_report()
 
     def _end_if_retired(self) -> None:
         if self._retiring and not self._listeners:
@@ -302,18 +303,25 @@ class WorkerSession:
 
     def snapshot(self) -> WorkerSnapshot | None:
         """The worker as placement sees it. None: it has not said yet who it is and how busy."""
-        description, load = self.description, self.load
-        if description is None or load is None or self._end_reason is not None:
+        reported = self._reported
+        if reported is None or self._end_reason is not None:
             return None
         if self._snapshot is None:
-            self._snapshot = self._take_snapshot(description, load)
+            sent = self._sent
+            self._snapshot = reported._replace(
+                free_blocks=reported.free_blocks - sent.blocks,
+                num_waiting=reported.num_waiting + sent.num_sequences,
+                waiting_prompt_tokens=sent.waiting_prompt_tokens(reported.waiting_prompt_tokens),
+            )
         return self._snapshot
 
-    def _take_snapshot(
-        self, description: worker_pb2.WorkerDescription, load: worker_pb2.LoadReport
-    ) -> WorkerSnapshot:
+    def _take_report(self) -> None:
+        self._snapshot = None
+        description, load = self.description, self.load
+        if description is None or load is None:
+            return
         layout = description.layout
-        return WorkerSnapshot(
+        self._reported = WorkerSnapshot(
             address=self.address,
             worker_id=description.worker_id,
             epoch=description.epoch,
@@ -326,10 +334,10 @@ class WorkerSession:
             capacity_tokens=min(description.max_model_len, description.num_blocks * layout.block_size),
             token_bytes=description.wire_token_bytes,
             num_blocks=load.num_blocks,
-            free_blocks=load.free_blocks - self._sent.blocks,
+            free_blocks=load.free_blocks,
             num_running=load.num_running,
-            num_waiting=load.num_waiting + self._sent.num_sequences,
-            waiting_prompt_tokens=self._sent.waiting_prompt_tokens(load.waiting_prompt_tokens),
+            num_waiting=load.num_waiting,
+            waiting_prompt_tokens=load.waiting_prompt_tokens,
             step_s=load.step_s,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             draining=load.draining or self._retiring,
