@@ -11,34 +11,59 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class EventStream:
-    """Sends events as they come; each is the JSON of one, or "[DONE]"."""
+    """Sends events as they come; each is the JSON of one, or "[DONE]".
+
+    Attributes:
+        has_left: the head, and something after it, be it nothing: the status can be no other.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
+        self.has_left = False
         self._send_head = send
         self._send = server_send_of(scope)
-        # The head, and something after it.
-        self._has_begun = False
-        self.writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+
+    @property
+    def keeps_head(self) -> bool:
+        """The head leaves with what follows it. Until then it can be taken back."""
+        return self._writer is not None
 
     async def begin(self) -> None:
-        """The head, which leaves with what is sent next, be it nothing."""
         await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    def take_back(self) -> None:
+        """The head, if it is kept: as if it had not begun."""
+        if self._writer is not None:
+            self._writer.take_back()
+
+    @property
+    def is_open(self) -> bool:
+        """It has begun, and the client keeps up."""
+        return self._writer is not None and self._writer.is_open
+
+    def write(self, events: Sequence[str]) -> None:
+        """Only while it is open."""
+        if events or not self.has_left:
+            assert self._writer is not None
+            self.has_left = True
+            self._writer.write(event_bytes(events))
 
     async def send(self, events: Sequence[str]) -> None:
         """Waits for a client that lags."""
-        if events or not self._has_begun:
-            self._has_begun = True
+        if events or not self.has_left:
+            self.has_left = True
             self._flush()
             await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": True})
 
     async def end(self, events: Sequence[str]) -> None:
         """The last events."""
+        self.has_left = True
         self._flush()
         await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": False})
 
     def _flush(self) -> None:
-        if self.writer is not None:
-            self.writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
 
 def event_bytes(events: Sequence[str]) -> bytes:

@@ -38,16 +38,26 @@ class BodyWriter:
 
     @property
     def is_open(self) -> bool:
-        """The body is under way, and the client is there and keeps up. Else `send` knows what to do."""
+        """The answer is under way, and the client is there and keeps up. Else `send` knows what to do."""
         cycle = self._cycle
-        # As long as the head is kept, a part of the body would come before it.
-        has_begun = cycle.chunked_encoding is True and cycle.transport is self._transport
-        is_under_way = has_begun and not cycle.response_complete
+        is_under_way = cycle.chunked_encoding is True and not cycle.response_complete
         return is_under_way and not cycle.disconnected and not self._flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Only while it is open. `part`: not empty, which would end the body."""
-        self._writes.add(self._transport, b"%x\r\n%b\r\n" % (len(part), part))
+        """Only while it is open. Nothing, as the first part, lets the head go."""
+        data = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+        kept = self._cycle.transport
+        if isinstance(kept, _HeadWithBody):
+            data = kept.release() + data
+        self._writes.add(self._transport, data)
+
+    def take_back(self) -> None:
+        """The head, which was sent and is kept: nothing has left, and another may follow."""
+        kept = self._cycle.transport
+        assert isinstance(kept, _HeadWithBody)
+        kept.drop()
+        self._cycle.response_started = False
+        self._cycle.chunked_encoding = None
 
     def flush(self) -> None:
         """What was written leaves now, before what is sent next."""
@@ -96,13 +106,21 @@ class _HeadWithBody(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._head is not None:
-            self._cycle.transport = self._transport
-            self._transport.write(self._head + data)
+            self._transport.write(self.release() + data)
         elif self._cycle.response_started:
             self._head = bytes(data)
         else:
             # "100 Continue".
             self._transport.write(data)
+
+    def release(self) -> bytes:
+        """The head, which is kept no longer: the server writes past this from now on."""
+        assert self._head is not None
+        self._cycle.transport = self._transport
+        return self._head
+
+    def drop(self) -> None:
+        self._head = None
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()

@@ -10,13 +10,14 @@ from starlette.types import Receive, Scope, Send
 from router.completion import End, Output, Piece, Usage
 from router.counted_answer import streamed_answer
 from router.errors import RequestError, openai_body
-from router.event_stream import EventStream, event_bytes
+from router.event_stream import EventStream
 from router.generation_request import RequestDraft
 from router.generation_service import GenerationService
 from router.hang_up import until_hang_up
-from router.openai_answer import AnswerHead, AnswerShape
+from router.openai_answer import AnswerHead, AnswerShape, EchoedPrompt
 from router.openai_logprobs import LogprobsWriter
 from router.prompt_answer import Body, StreamedAnswer, WholeAnswer, echo_of
+from router.tokenizer import Tokenizer
 
 
 def answer_head(service: GenerationService, body: Body, draft: RequestDraft) -> AnswerHead:
@@ -69,51 +70,69 @@ class OpenAIResponse(Response):
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An error before the first output still is an HTTP status; a later one is the last event."""
         stream = EventStream(scope, send)
-        sink = _EventSink(stream)
         try:
             draft = self._draft
             if self._body.wants_running_usage:
                 draft = await self._service.checked(draft)
-            async with aclosing(self._service.generate(draft, sink)) as outputs:
-                first = await anext(outputs)
-                echo = await echo_of(self._service.tokenizer, self._body, self._draft.prompt, first)
-                answer = streamed_answer(self._body, echo, self._shape, draft)
-                await stream.begin()
-                await stream.send([*answer.opening(), *answer.events(first)])
-                sink.answer = answer
-                try:
-                    async for output in outputs:
-                        await self._send(stream, answer, output)
-                except RequestError as error:
-                    error = in_words_of(self._body, error)
-                    await stream.end([error_event(error, self._draft.request_id)])
+            answer = _AnswerStream(self._service.tokenizer, self._body, draft, self._shape, stream)
+            async with aclosing(self._service.generate(draft, answer)) as outputs:
+                async for output in outputs:
+                    await answer.send(output)
         except RequestError as error:
-            response = error_response(in_words_of(self._body, error), self._draft.request_id)
-            await response(scope, receive, send)
-
-    async def _send(self, stream: EventStream, answer: StreamedAnswer, output: Output) -> None:
-        events = answer.events(output)
-        if isinstance(output, End):
-            await stream.end([*events, *closing_events(self._body, self._shape, output.usage)])
-        else:
-            await stream.send(events)
+            error = in_words_of(self._body, error)
+            if stream.has_left:
+                await stream.end([error_event(error, self._draft.request_id)])
+                return
+            stream.take_back()
+            await error_response(error, self._draft.request_id)(scope, receive, send)
 
 
-class _EventSink:
-    """Writes pieces as events, as they come."""
+class _AnswerStream:
+    """An answer as events: of pieces in the moment in which they come, of the other outputs when sent."""
 
-    def __init__(self, stream: EventStream) -> None:
-        self._writer = stream.writer
-        # Once the events of the first output are sent.
-        self.answer: StreamedAnswer | None = None
+    def __init__(
+        self, tokenizer: Tokenizer, body: Body, draft: RequestDraft, shape: AnswerShape, stream: EventStream
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._draft = draft
+        self._shape = shape
+        self._stream = stream
+        # Once it has begun.
+        self._answer: StreamedAnswer | None = None
 
-    def __call__(self, piece: Piece) -> bool:
-        writer = self._writer
-        if writer is None or self.answer is None or not writer.is_open:
+    async def prepare(self) -> None:
+        """Begins, unless the first output has a say in how."""
+        if self._stream.keeps_head and not self._body.echo:
+            await self._begin(EchoedPrompt())
+
+    async def _begin(self, echo: EchoedPrompt) -> StreamedAnswer:
+        answer = streamed_answer(self._body, echo, self._shape, self._draft)
+        await self._stream.begin()
+        self._answer = answer
+        return answer
+
+    def take(self, piece: Piece) -> bool:
+        if self._answer is None or not self._stream.is_open:
             return False
-        if events := self.answer.events(piece):
-            writer.write(event_bytes(events))
+        self._stream.write(self._events(self._answer, piece))
         return True
+
+    async def send(self, output: Output) -> None:
+        answer = self._answer
+        if answer is None:
+            echo = await echo_of(self._tokenizer, self._body, self._draft.prompt, output)
+            answer = await self._begin(echo)
+        events = self._events(answer, output)
+        if isinstance(output, End):
+            events += closing_events(self._body, self._shape, output.usage)
+            await self._stream.end(events)
+        else:
+            await self._stream.send(events)
+
+    def _events(self, answer: StreamedAnswer, output: Output) -> list[str]:
+        opening = [] if self._stream.has_left else answer.opening()
+        return opening + answer.events(output)
 
 
 def closing_events(body: Body, shape: AnswerShape, usage: Usage) -> list[str]:

@@ -90,6 +90,10 @@ class RequestRun:
         self._sink = sink
         self._start()
         try:
+            if sink is not None:
+                # The submits leave before anything else is done.
+                await asyncio.sleep(0)
+                await sink.prepare()
             while True:
                 await self._changed.wait()
                 if self._defect is not None:
@@ -161,7 +165,7 @@ class RequestRun:
             return
         try:
             self._hear_next(self._running[group])
-            while self._held and isinstance(self._held[0], Piece) and self._sink(self._held[0]):
+            while self._held and isinstance(self._held[0], Piece) and self._sink.take(self._held[0]):
                 del self._held[0]
         except Exception as error:  # it ends this request, not the session that calls
             self._defect = error

@@ -63,14 +63,18 @@ async def test_what_a_sink_takes_and_what_it_leaves_is_every_token_once_and_in_o
     heard: list[Piece] = []
     taken: list[int] = []
 
-    def sink(piece: Piece) -> bool:
-        if piece.first_index % 3 == 1:
-            return False
-        heard.append(piece)
-        taken.append(piece.first_index)
-        return True
+    class Sink:
+        async def prepare(self) -> None:
+            assert not heard
 
-    reading = asyncio.create_task(outputs(scripted, 40, sink, heard))
+        def take(self, piece: Piece) -> bool:
+            if piece.first_index % 3 == 1:
+                return False
+            heard.append(piece)
+            taken.append(piece.first_index)
+            return True
+
+    reading = asyncio.create_task(outputs(scripted, 40, Sink(), heard))
     _, d = await both_legs(scripted.prefill, scripted.decode)
     d.say_admitted()
     for index in range(40):
@@ -83,10 +87,14 @@ async def test_what_a_sink_takes_and_what_it_leaves_is_every_token_once_and_in_o
 
 
 async def test_a_sink_that_fails_ends_its_own_request_only(scripted: Cluster) -> None:
-    def broken(piece: Piece) -> bool:
-        raise LookupError("a defect")
+    class Broken:
+        async def prepare(self) -> None:
+            pass
 
-    reading = asyncio.create_task(outputs(scripted, 5, broken, []))
+        def take(self, piece: Piece) -> bool:
+            raise LookupError("a defect")
+
+    reading = asyncio.create_task(outputs(scripted, 5, Broken(), []))
     p, d = await both_legs(scripted.prefill, scripted.decode)
     async with generating(scripted.router, token_request(max_tokens=1, ignore_eos=True)) as other:
         beside = await scripted.prefill.next_leg()

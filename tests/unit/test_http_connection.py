@@ -46,10 +46,7 @@ async def test_what_is_written_and_what_is_sent_come_in_order_and_the_connection
     async def answer(writer: BodyWriter, send: Send) -> None:
         assert not writer.is_open
         await send(START)
-        # The head is kept for the first part.
-        assert not writer.is_open
-        await send(part(b"a"))
-        for each in (b"b", b"c"):
+        for each in (b"a", b"b", b"c"):
             assert writer.is_open
             writer.write(each)
         writer.flush()
@@ -68,6 +65,51 @@ async def test_what_is_written_and_what_is_sent_come_in_order_and_the_connection
                 connections.add(answered.extensions["network_stream"].get_extra_info("client_addr"))
     assert bodies == [b"abcdef"] * 2
     assert len(connections) == 1
+
+
+async def test_a_head_leaves_with_the_first_part_however_that_comes() -> None:
+    ways: list[str] = []
+
+    async def answer(writer: BodyWriter, send: Send) -> None:
+        await send(START)
+        assert writer.is_open
+        way = ("written", "sent", "nothing")[len(ways)]
+        ways.append(way)
+        if way == "sent":
+            await send(part(b"a"))
+        else:
+            writer.write(b"a" if way == "written" else b"")
+            writer.flush()
+        await send(part(b"b", more=False))
+
+    async with serving(answer) as address:
+        host, port = address.split(":")
+        answers: list[bytes] = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            answers.append(await reader.readuntil(b"0\r\n\r\n"))
+            writer.close()
+    assert answers == [b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"] * 2 + [b"1\r\nb\r\n0\r\n\r\n"]
+
+
+async def test_a_head_that_is_kept_can_be_taken_back_and_another_be_sent() -> None:
+    async def answer(writer: BodyWriter, send: Send) -> None:
+        await send(START)
+        writer.take_back()
+        assert not writer.is_open
+        body = b"wrong"
+        headers = [(b"content-length", b"5")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send(part(body, more=False))
+
+    async with serving(answer) as address, httpx.AsyncClient() as client:
+        for _ in range(2):
+            answered = await client.post(f"http://{address}/")
+            assert (answered.status_code, answered.content) == (400, b"wrong")
+            assert "transfer-encoding" not in answered.headers
 
 
 async def test_a_client_that_does_not_read_closes_the_writer_and_loses_nothing() -> None:
