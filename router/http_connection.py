@@ -48,8 +48,10 @@ class BodyWriter:
         data = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
         kept = self._cycle.transport
         if isinstance(kept, _HeadWithBody):
-            data = kept.release() + data
-        self._writes.add(self._transport, data)
+            # The first token is what its client waits for.
+            kept.write(data)
+        else:
+            self._writes.add(self._transport, data)
 
     def take_back(self) -> None:
         """The head, which was sent and is kept: nothing has left, and another may follow."""

@@ -164,29 +164,32 @@ class RequestRun:
             self._changed.due()
             return
         try:
-            self._hear_next(self._running[group])
-            while self._held and isinstance(self._held[0], Piece) and self._sink.take(self._held[0]):
-                del self._held[0]
+            self._hear_next(self._running[group], self._sink)
         except Exception as error:  # it ends this request, not the session that calls
             self._defect = error
         if self._held or self._defect is not None:
             self._changed.due()
 
-    def _hear_next(self, attempt: Attempt) -> bool:
-        """Whether the attempt had something to say: what follows from it is held now."""
+    def _hear_next(self, attempt: Attempt, sink: PieceSink | None = None) -> bool:
+        """Whether the attempt had something to say: what follows from it is held now, or the sink has it.
+
+        Args:
+            sink: of pieces that come while nothing is held.
+        """
         event = attempt.take()
         if event is not None:
-            self._hear(attempt, event)
+            self._hear(attempt, event, sink)
         if attempt.has_more:
             self._changed.due()
         return event is not None
 
-    def _hear(self, attempt: Attempt, event: AttemptEvent) -> None:
+    def _hear(self, attempt: Attempt, event: AttemptEvent, sink: PieceSink | None) -> None:
         match event:
             case Tokens():
                 sample = self._samples[event.sample]
                 piece = sample.push(event.token_ids, event.logprobs)
-                self._held.append(piece)
+                if sink is None or self._held or not sink.take(piece):
+                    self._held.append(piece)
                 self._count(sample, piece, len(event.token_ids), attempt.last_token_s)
                 if sample.end is not None:
                     self._hold_end(sample.end)
