@@ -1,0 +1,1 @@
+import protos  # noqa: F401  its settings of gRPC come before gRPC

@@ -1,6 +1,8 @@
 """The house's rules that a machine can check."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,30 @@ def test_imports_run_one_way(package: str):
 def test_every_file_is_named_for_what_it_is(package: str):
     for source in (ROOT / package).rglob("*.py"):
         assert source.stem not in FORBIDDEN_NAMES, source.relative_to(ROOT)
+
+
+# Says what gRPC is told when a process imports it.
+SAID_TO_GRPC = """
+import importlib.abc, os, sys
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            print(os.environ["GRPC_EXPERIMENTS"])
+
+sys.meta_path.insert(0, Watch())
+import {module}
+"""
+
+
+@pytest.mark.parametrize("module", ["router.router_server", "worker.server", "bench.bare_server"])
+def test_processes_set_grpc_up_before_they_import_it(module: str):
+    said = subprocess.run(
+        [sys.executable, "-c", SAID_TO_GRPC.format(module=module)],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.splitlines() == ["-event_engine_client,-event_engine_listener"]
