@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from router.cluster_view import Role, WorkerSnapshot
 from router.errors import ErrorCode, RequestError
@@ -79,24 +80,30 @@ class Claim:
 class Ticket:
     """A request that was let in. `leave` at its end, whatever that is."""
 
-    def __init__(self, admission: "Admission", entry: "_Entry", charge: Callable[[str, float], None]) -> None:
+    def __init__(self, admission: "Admission", claim: Claim, charge: Callable[[str, float], None]) -> None:
         self._admission = admission
-        self._entry = entry
+        self._claim = claim
         self._charge = charge
         self._is_before_first_token = True
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
     def generated(self, num_tokens: int) -> None:
         """Tokens came. With the first ones the prompt is off the workers' hands."""
-        self._charge(self._entry.key, OUTPUT_WEIGHT * num_tokens)
+        self._charge(self._claim.key, OUTPUT_WEIGHT * num_tokens)
         if self._is_before_first_token:
             self._is_before_first_token = False
-            self._admission.free(self._entry, computed=self._entry.tokens)
+            self._admission.free(self._claim.tokens, computed=self._claim.tokens)
 
     def leave(self) -> None:
         """The request is over. May be called again."""
         if self._is_before_first_token:
             self._is_before_first_token = False
-            self._admission.free(self._entry, computed=0)
+            self._admission.free(self._claim.tokens, computed=0)
 
 
 _Entry = Entry[asyncio.Future[None]]
@@ -143,35 +150,28 @@ class Admission:
         """
         capacity, now_s = self._capacity(), self._clock()
         self._check_wait(claim, capacity, now_s)
-        room = self._rules.max_inflight_prompt_tokens
-        entry = Entry(
-            claim.key,
-            claim.priority,
-            claim.tokens,
-            claim.tokens >= room * LONG_PART,
-            now_s,
-            asyncio.get_running_loop().create_future(),
-        )
-        if not self._queue and self._has_room(capacity, entry.is_long):
+        if not self._queue and self._has_room(capacity, self._is_long(claim.tokens)):
             # As nearly all come.
-            self._queue.pass_by(entry.key, entry.tokens)
-            self._take_room(entry)
+            self._queue.pass_by(claim.key, claim.tokens)
+            self._take_room(claim.tokens)
             self._follow(capacity, now_s)
-            return Ticket(self, entry, self._queue.charge)
+        else:
+            await self._wait(claim, capacity, now_s)
+        return Ticket(self, claim, self._queue.charge)
+
+    async def _wait(self, claim: Claim, capacity: Capacity, now_s: float) -> None:
+        is_long, item = self._is_long(claim.tokens), asyncio.get_running_loop().create_future()
+        entry: _Entry = Entry(claim.key, claim.priority, claim.tokens, is_long, now_s, item)
         if (displaced := self._queue.push(entry)) is not None:
             self._displace(displaced, self._expected_ttft_s(claim, capacity, now_s))
         self._let_in(capacity, now_s)
-        await self._wait(entry)
-        return Ticket(self, entry, self._queue.charge)
-
-    async def _wait(self, entry: _Entry) -> None:
         try:
             await entry.item
         except asyncio.CancelledError:
             self._queue.remove(entry)
             if not entry.item.cancelled() and entry.item.exception() is None:
                 # It was let in, and is cancelled before it knows.
-                self.free(entry, computed=0)
+                self.free(entry.tokens, computed=0)
             raise
 
     def expected_ttft_s(self, claim: Claim) -> float:
@@ -183,20 +183,24 @@ class Admission:
         if self._queue:
             self._let_in(self._capacity(), self._clock())
 
-    def free(self, entry: _Entry, *, computed: int) -> None:
+    def free(self, tokens: int, *, computed: int) -> None:
         """A request that was let in is no longer before its first token.
 
         Args:
+            tokens: that it claimed.
             computed: prompt tokens.
         """
-        self._taken[entry.is_long] -= self._takes(entry)
-        self._inflight_tokens -= entry.tokens
+        self._taken[self._is_long(tokens)] -= self._takes(tokens)
+        self._inflight_tokens -= tokens
         if computed:
             self._rate.served(self._clock(), computed)
         self.advance()
 
-    def _takes(self, entry: _Entry) -> float:
-        return min(entry.tokens, self._rules.max_inflight_prompt_tokens * MAX_PART)
+    def _is_long(self, tokens: int) -> bool:
+        return tokens >= self._rules.max_inflight_prompt_tokens * LONG_PART
+
+    def _takes(self, tokens: int) -> float:
+        return min(tokens, self._rules.max_inflight_prompt_tokens * MAX_PART)
 
     def _has_room(self, capacity: Capacity, is_long: bool) -> bool:
         """For one more long prompt, or one more short. Without workers they all get their error, or wait as
@@ -207,16 +211,16 @@ class Admission:
         taken = self._taken[is_long]
         return taken < room or taken == 0 or capacity.num_workers == 0
 
-    def _take_room(self, entry: _Entry) -> None:
-        self._taken[entry.is_long] += self._takes(entry)
-        self._inflight_tokens += entry.tokens
+    def _take_room(self, tokens: int) -> None:
+        self._taken[self._is_long(tokens)] += self._takes(tokens)
+        self._inflight_tokens += tokens
 
     def _let_in(self, capacity: Capacity, now_s: float) -> None:
         tokens_per_s = capacity.tokens_per_s if capacity.num_workers else 1.0
         has_room = partial(self._has_room, capacity)
         while (entry := self._queue.pop(has_room, now_s, tokens_per_s)) is not None:
             if not entry.item.cancelled():
-                self._take_room(entry)
+                self._take_room(entry.tokens)
                 entry.item.set_result(None)
         self._follow(capacity, now_s)
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from router.decision_log import RecordedDecision
-from router.placement import Candidate, Decision, Pair
-from router.placer import kind_of
+from router.placement import Candidate, Decision, Pair, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 
-from router.admission import Admission, Claim
+from router.admission import Admission, Claim, Ticket
 from router.body_budget import BodyBudget
 from router.cluster_view import Role, WorkerStatus
 from router.completion import End, Output
@@ -27,7 +27,7 @@ from router.generation_request import (
     check_prompt,
     check_stop,
 )
-from router.key_quota import KeyQuota
+from router.key_quota import KeyQuota, Spending
 from router.metrics import CANCELLED, RouterMetrics
 from router.model_card import ModelCard
 from router.piece_sink import PieceSink
@@ -85,6 +85,7 @@ class GenerationService:
 
     def metrics_text(self) -> bytes:
         """In Prometheus' text format."""
+        self._metrics.running.set(self._num_running)
         workers = self._fleet.snapshot()
         for role in Role:
             self._metrics.workers.labels(role.value).set(count_ready(workers, role))
@@ -108,15 +109,19 @@ class GenerationService:
         self._begin()
         code = CANCELLED
         try:
-            async with (
-                self._admitted(draft) as run,
-                aclosing(run.outputs(sink)) as outputs,
-            ):
-                async for output in outputs:
-                    if isinstance(output, End):
-                        code = ""
-                        self._log_end(draft, output)
-                    yield output
+            if self.draining:
+                raise unavailable("the router is leaving")
+            with self._quota.request(draft.api_key) as spending:
+                request = await self._check(draft)
+                spending.charge(len(request.prompt))
+                with await self._admission.enter(self._claim(draft, request)) as ticket:
+                    run = self._run(request, spending, ticket)
+                    async with aclosing(run.outputs(sink)) as outputs:
+                        async for output in outputs:
+                            if isinstance(output, End):
+                                code = ""
+                                self._log_end(draft, output)
+                            yield output
         except RequestError as error:
             code = error.code.name
             logger.info("%s: %s: %s", draft.request_id, code, error.message)
@@ -128,32 +133,22 @@ class GenerationService:
         finally:
             self._finish(code)
 
-    @asynccontextmanager
-    async def _admitted(self, draft: RequestDraft) -> AsyncIterator[RequestRun]:
-        """The request, checked and let in. Its tokens are charged to its key and to the queue."""
-        if self.draining:
-            raise unavailable("the router is leaving")
-        with self._quota.request(draft.api_key) as spending:
-            request = await self._check(draft)
-            spending.charge(len(request.prompt))
-            ticket = await self._admission.enter(self._claim(draft, request))
+    def _run(self, request: GenerationRequest, spending: Spending, ticket: Ticket) -> RequestRun:
+        """Of a request that is let in. Its tokens are charged to its key and to the queue."""
 
-            def charge(num_tokens: int) -> None:
-                spending.charge(num_tokens)
-                ticket.generated(num_tokens)
+        def charge(num_tokens: int) -> None:
+            spending.charge(num_tokens)
+            ticket.generated(num_tokens)
 
-            try:
-                yield RequestRun(
-                    request,
-                    self._fleet,
-                    self.tokenizer,
-                    self._metrics,
-                    self._placer,
-                    self._retry_limits,
-                    charge,
-                )
-            finally:
-                ticket.leave()
+        return RequestRun(
+            request,
+            self._fleet,
+            self.tokenizer,
+            self._metrics,
+            self._placer,
+            self._retry_limits,
+            charge,
+        )
 
     def _claim(self, draft: RequestDraft, request: GenerationRequest) -> Claim:
         return Claim(draft.api_key.name, draft.priority, self._placer.uncached_tokens(request))
@@ -238,11 +233,9 @@ class GenerationService:
     def _begin(self) -> None:
         self._num_running += 1
         self._idle.clear()
-        self._metrics.running.set(self._num_running)
 
     def _finish(self, code: str) -> None:
         self._num_running -= 1
-        self._metrics.running.set(self._num_running)
         if self._num_running == 0:
             self._idle.set()
         if code:

@@ -38,4 +38,4 @@ class HttpKeys:
 
 def api_key_of(request: Request) -> ApiKey:
     """Of a request that was let in."""
-    return request.state.api_key
+    return request.scope["state"][_KEY]

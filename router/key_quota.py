@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from router.api_keys import ApiKey, KeyLimits
 from router.errors import ErrorCode, RequestError
@@ -25,10 +25,17 @@ class _Use:
 
 
 class Spending:
-    """A request that was let in: what it uses is charged to its key."""
+    """One request's: it holds a place of its key while it runs, and is charged what it uses."""
 
     def __init__(self, use: _Use) -> None:
         self._use = use
+
+    def __enter__(self) -> Self:
+        self._use.running += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._use.running -= 1
 
     def charge(self, tokens: int) -> None:
         """Tokens of the prompt or of the answer, as they become known."""
@@ -47,20 +54,15 @@ class KeyQuota:
         # By the key's digest: it outlives a file that is read again.
         self._uses: dict[bytes, _Use] = {}
 
-    @contextmanager
-    def request(self, key: ApiKey) -> Iterator[Spending]:
-        """Holds a place of `key` for as long as the request runs.
+    def request(self, key: ApiKey) -> Spending:
+        """To be entered at once.
 
         Raises:
             RequestError: RESOURCE_EXHAUSTED, with when to try again.
         """
         use = self._refilled(key)
         _check(key, use)
-        use.running += 1
-        try:
-            yield Spending(use)
-        finally:
-            use.running -= 1
+        return Spending(use)
 
     def _refilled(self, key: ApiKey) -> _Use:
         now_s, per_minute = self._clock(), key.limits.tokens_per_minute

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from router.bucket_counter import BucketCounter
 from router.completion import End, StageTimes
+from router.placement import PLACEMENT_KINDS
 from router.plain_counter import PlainCounter
 
 # Buckets as OpenTelemetry's gen_ai conventions have them, in seconds.
@@ -73,12 +74,13 @@ class RouterMetrics:
             ("cause",),
             registry=registry,
         )
-        self._placements = Counter(
+        placements = Counter(
             "baton_placements",
             "Attempts by where they went: a pair, or one worker alone.",
             ("kind",),
             registry=registry,
         )
+        self._placements = {kind: placements.labels(kind) for kind in PLACEMENT_KINDS}
         self._refusals = Counter(
             "baton_admission_refusals", "Requests that were refused at once.", ("reason",), registry=registry
         )
@@ -112,7 +114,7 @@ class RouterMetrics:
 
     def placed(self, kind: str) -> None:
         """An attempt was placed."""
-        self._placements.labels(kind).inc()
+        self._placements[kind].inc()
 
     def refused(self, reason: str) -> None:
         """Admission refused a request."""

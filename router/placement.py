@@ -36,6 +36,16 @@ class Alone:
 
 
 Placement = Pair | Alone
+PLACEMENT_KINDS = ("pair", *(f"{role.value}_alone" for role in Role))
+
+
+def kind_of(placement: Placement) -> str:
+    """A label, one of `PLACEMENT_KINDS`: a pair, or the role of the worker that does all."""
+    match placement:
+        case Pair():
+            return "pair"
+        case Alone(worker):
+            return f"{worker.role.value}_alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +127,8 @@ def decide(
     candidates = choice.candidates(prefill, decode)
     if mover is not None:
         candidates += choice.moves(mover, decode or prefill)
-    candidates.sort(key=_order)
+    if len(candidates) > 1:
+        candidates.sort(key=_order)
     return Decision(need, tuple(candidates[:SHOWN_CANDIDATES])) if candidates else None
 
 

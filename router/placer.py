@@ -10,7 +10,16 @@ from router.decision_log import DecisionLog, RecordedDecision
 from router.fleet import Fleet
 from router.generation_request import GenerationRequest
 from router.metrics import RouterMetrics
-from router.placement import Alone, Decision, Pair, Placement, PlacementInputs, PlacementRules, decide
+from router.placement import (
+    Alone,
+    Decision,
+    Pair,
+    Placement,
+    PlacementInputs,
+    PlacementRules,
+    decide,
+    kind_of,
+)
 from router.placement_cost import Need, blocks_needed, uncached
 
 
@@ -94,12 +103,3 @@ class Placer:
             case Alone(worker):
                 session = self._fleet.session(worker)
                 session.expect(prompt_tokens=computed, blocks=blocks_needed(need, worker))
-
-
-def kind_of(placement: Placement) -> str:
-    """A label: "pair", or the role of the worker that does all: "prefill_alone", "decode_alone"."""
-    match placement:
-        case Pair():
-            return "pair"
-        case Alone(worker):
-            return f"{worker.role.value}_alone"

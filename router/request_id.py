@@ -52,4 +52,4 @@ class HttpRequestIds:
 
 def request_id_of(request: Request) -> str:
     """Of a request that `HttpRequestIds` has named."""
-    return request.state.request_id
+    return request.scope["state"][_KEY]
