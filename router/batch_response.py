@@ -48,7 +48,7 @@ class BatchResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._stream if self._body.stream else self._whole
-        await until_hang_up(receive, answer(scope, receive, send))
+        await until_hang_up(scope, receive, answer(scope, receive, send))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

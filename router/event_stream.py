@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from starlette.types import Scope, Send
 
 from router.http_connection import BODY_WRITER, BodyWriter
-from router.server_send import server_send_of
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -20,8 +19,8 @@ class EventStream:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.has_left = False
         self._send_head = send
-        self._send = server_send_of(scope)
         self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+        self._send = send if self._writer is None else self._writer.send
 
     @property
     def keeps_head(self) -> bool:

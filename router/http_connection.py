@@ -1,36 +1,74 @@
-"""One client's HTTP connection, with a shorter way for the bodies of streams than ASGI's."""
+"""One client's HTTP connection, with shorter ways than ASGI's for the bodies of streams."""
 
 import asyncio
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, cast
 from weakref import WeakKeyDictionary
 
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Of the ASGI scope's "extensions".
 BODY_WRITER = "baton.body_writer"
+HANG_UP = "baton.hang_up"
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's, which offers the application a `BodyWriter` for each request."""
+    """uvicorn's, which offers the application a `BodyWriter` for each request, and its `HangUp`."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._hang_up = HangUp()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._hang_up.happened()
 
     def on_headers_complete(self) -> None:
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is before:
             return
-        writer = BodyWriter(self.cycle, _Writes.of(self.loop))
-        self.scope.setdefault("extensions", {})[BODY_WRITER] = {"writer": writer}
+        extensions = self.scope.setdefault("extensions", {})
+        extensions[BODY_WRITER] = {"writer": BodyWriter(self.cycle, _Writes.of(self.loop))}
+        extensions[HANG_UP] = {"hang_up": self._hang_up}
         if self.scope["method"] == "POST":
             self.cycle.transport = _HeadWithBody(self.cycle)
+
+
+class HangUp:
+    """The end of a connection, told to who works for its client. `receive` wants a task that waits for it."""
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        self._listeners: set[Callable[[], None]] = set()
+
+    def tell(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """At once, if it has happened. Returns what takes that back."""
+        self._listeners.add(listener)
+        if self._has_happened:
+            listener()
+        return partial(self._listeners.discard, listener)
+
+    def happened(self) -> None:
+        self._has_happened = True
+        for listener in [*self._listeners]:
+            listener()
 
 
 class BodyWriter:
     """Writes parts of the body of one answer from anywhere in the loop.
 
     `send` does the same in a task that has to be woken for it. Who sends flushes before.
+
+    Attributes:
+        send: the server's. Every layer of middleware wraps it once more, to see the head of an answer;
+            a body needs none of them.
     """
 
     def __init__(self, cycle: RequestResponseCycle, writes: "_Writes") -> None:
+        self.send = cast("Send", cycle.send)
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport

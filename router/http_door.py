@@ -24,7 +24,6 @@ from router.openai_answer import ChatShape, TextShape
 from router.openai_response import OpenAIResponse, answer_head, error_response
 from router.openai_schema import ChatRequest, CompletionRequest, read_chat, read_completion
 from router.request_id import HttpRequestIds, request_id_of
-from router.server_send import ServerSend
 from router.strict_body import StrictBody, parse
 from router.token_schema import DetokenizeAnswer, TokenizeAnswer, read_detokenize, read_tokenize
 from router.tokenization import detokenize, tokenize
@@ -46,8 +45,7 @@ def make_http_door(
     answers = _Answers(service, tool_style)
     hot = {"/v1/chat/completions": answers.chat, "/v1/completions": answers.complete}
     routes = HotRoutes(_make_application(service, tool_style, answers), hot, _answer_error)
-    named = HttpRequestIds(HttpKeys(HttpBodies(routes, service.bodies), doorkeeper))
-    return ServerSend(named)
+    return HttpRequestIds(HttpKeys(HttpBodies(routes, service.bodies), doorkeeper))
 
 
 def _make_application(

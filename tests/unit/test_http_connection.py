@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from router.event_stream import EventStream
 from router.http_connection import BODY_WRITER, BodyWriter, HttpConnection
 
 DEADLINE_S = 20.0
@@ -65,6 +66,26 @@ async def test_what_is_written_and_what_is_sent_come_in_order_and_the_connection
                 connections.add(answered.extensions["network_stream"].get_extra_info("client_addr"))
     assert bodies == [b"abcdef"] * 2
     assert len(connections) == 1
+
+
+async def test_of_a_stream_of_events_only_the_head_passes_middleware() -> None:
+    heard: list[str] = []
+
+    async def answer(writer: BodyWriter, send: Send) -> None:
+        async def wrapped(message: Message) -> None:
+            heard.append(message["type"])
+            await send(message)
+
+        stream = EventStream({"extensions": {BODY_WRITER: {"writer": writer}}}, wrapped)
+        await stream.begin()
+        await stream.send(["1"])
+        stream.write(["2"])
+        await stream.end(["3"])
+
+    async with serving(answer) as address, httpx.AsyncClient() as client:
+        answered = await client.post(f"http://{address}/")
+    assert answered.text == "data: 1\n\ndata: 2\n\ndata: 3\n\n"
+    assert heard == ["http.response.start"]
 
 
 async def test_a_head_leaves_with_the_first_part_however_that_comes() -> None:

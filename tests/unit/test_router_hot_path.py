@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from starlette.types import Message, Receive, Scope, Send
 
 from router.bucket_counter import BucketCounter
 from router.chat_sample import Delta
@@ -16,7 +15,6 @@ from router.chunk_template import ChunkTemplate
 from router.detokenizer import Detokenizer
 from router.openai_answer import AnswerHead, ChatShape, TextShape
 from router.plain_counter import PlainCounter
-from router.server_send import ServerSend, server_send_of
 from router.tokenizer import Tokenizer
 from router.tool_parsers.plain import PlainParser
 from router.utf8_detokenizer import Utf8Detokenizer
@@ -97,24 +95,6 @@ def test_a_plain_counter_says_what_a_counter_does() -> None:
     fast.register(counter)
     counter.value += 3
     assert _figures(fast) == _figures(plain) == {"baton_x_total": 3}
-
-
-async def test_the_body_of_a_stream_passes_no_middleware() -> None:
-    heard: list[str] = []
-
-    async def listening(message: Message) -> None:
-        heard.append(message["type"])
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await server_send_of(scope)({"type": "http.response.body"})
-
-    door = ServerSend(lambda scope, receive, send: app(scope, receive, _unused))
-    await door({"type": "http"}, _unused, listening)
-    assert heard == ["http.response.body"]
-
-
-async def _unused(*_: object) -> Message:
-    raise AssertionError("the long way")
 
 
 def _figures(registry: CollectorRegistry) -> dict[str, float]:
