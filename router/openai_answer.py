@@ -129,7 +129,7 @@ class AnswerShape(Protocol):
     """How one endpoint writes an answer. Every string is the JSON of one body."""
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
-        """Chunks before the first text."""
+        """Chunks before the first text. Asked for before any others."""
         ...
 
     def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
@@ -158,6 +158,8 @@ class ChatShape:
         self._samples: dict[int, ChatSample] = defaultdict(lambda: ChatSample(new_parser()))
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
+        for sample in range(num_samples):
+            self._templates[sample] = ChunkTemplate(self._known_chunk(sample, "content", None))
         return [self._known_chunk(sample, "role", None) for sample in range(num_samples)]
 
     def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
@@ -174,11 +176,7 @@ class ChatShape:
     def _bare_chunk(self, sample: int, delta: Delta) -> str:
         if delta.tool_calls:
             return self._chunk(sample, delta, None, None)
-        template = self._templates.get(sample)
-        if template is None:
-            body = self._known_chunk(sample, "content", None)
-            template = self._templates[sample] = ChunkTemplate(body)
-        return template.with_text(delta.content)
+        return self._templates[sample].with_text(delta.content)
 
     def _known_chunk(self, sample: int, delta: "_KnownDelta", word: FinishWord | None) -> str:
         return self._head.sign(_marked_chat_chunk(self._head.model, sample, delta, word))
@@ -243,6 +241,8 @@ class TextShape:
         self._templates: dict[int, ChunkTemplate] = {}
 
     def opening(self, num_samples: int, echo: EchoedPrompt) -> list[str]:
+        if self._head.logprobs is None:
+            self._templates = {sample: self._new_template(sample, None) for sample in range(num_samples)}
         if not echo.text:
             return []
         return [self._chunk(sample, echo.text, echo.tokens, None) for sample in range(num_samples)]
@@ -250,10 +250,7 @@ class TextShape:
     def chunks(self, sample: int, text: str, tokens: Sequence[PlacedToken]) -> list[str]:
         if self._head.logprobs is not None:
             return [self._chunk(sample, text, tokens, None)]
-        template = self._templates.get(sample)
-        if template is None:
-            template = self._templates[sample] = self._new_template(sample, None)
-        return [template.with_text(text)]
+        return [self._templates[sample].with_text(text)]
 
     def _new_template(self, sample: int, reason: FinishReason | None) -> ChunkTemplate:
         marked = _marked_text_chunk(self._head.model, self._first_choice + sample, reason)

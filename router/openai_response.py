@@ -98,8 +98,9 @@ class _AnswerStream:
         self._draft = draft
         self._shape = shape
         self._stream = stream
-        # Once it has begun.
+        # Once it has begun; and what comes before all else.
         self._answer: StreamedAnswer | None = None
+        self._opening: list[str] = []
 
     async def prepare(self) -> None:
         """Begins, unless the first output has a say in how."""
@@ -109,7 +110,7 @@ class _AnswerStream:
     async def _begin(self, echo: EchoedPrompt) -> StreamedAnswer:
         answer = streamed_answer(self._body, echo, self._shape, self._draft)
         await self._stream.begin()
-        self._answer = answer
+        self._answer, self._opening = answer, answer.opening()
         return answer
 
     def take(self, piece: Piece) -> bool:
@@ -131,7 +132,7 @@ class _AnswerStream:
             await self._stream.send(events)
 
     def _events(self, answer: StreamedAnswer, output: Output) -> list[str]:
-        opening = [] if self._stream.has_left else answer.opening()
+        opening, self._opening = self._opening, []
         return opening + answer.events(output)
 
 

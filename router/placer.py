@@ -14,7 +14,6 @@ from router.placement import (
     Alone,
     Decision,
     Pair,
-    Placement,
     PlacementInputs,
     PlacementRules,
     decide,
@@ -44,7 +43,7 @@ class Placer:
         request: GenerationRequest,
         generated: Sequence[int] = (),
         mover: WorkerSnapshot | None = None,
-    ) -> Placement | None:
+    ) -> Decision | None:
         """Decides, and books what the submission that follows at once will take. None: nobody takes it.
 
         Args:
@@ -53,12 +52,14 @@ class Placer:
             mover: see `router.placement.decide`.
         """
         decision = self.decide(workers, request, generated, mover)
-        if decision is None:
-            return None
-        self._book(decision)
-        self.log.record(RecordedDecision(request.request_id, time.time(), decision))
+        if decision is not None:
+            self._book(decision)
+        return decision
+
+    def record(self, request_id: str, decision: Decision) -> None:
+        """An attempt was submitted as it was decided."""
+        self.log.record(RecordedDecision(request_id, time.time(), decision))
         self._metrics.placed(kind_of(decision.chosen.placement))
-        return decision.chosen.placement
 
     def decide(
         self,

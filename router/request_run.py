@@ -16,7 +16,7 @@ from router.fleet import Fleet
 from router.generation_request import GenerationRequest
 from router.metrics import RouterMetrics
 from router.piece_sink import PieceSink
-from router.placement import Placement
+from router.placement import Decision
 from router.placer import Placer
 from router.sample_course import SampleFinished, Tokens, scored_tokens
 from router.sample_group import SampleGroup
@@ -117,22 +117,22 @@ class RequestRun:
     def _start(self) -> None:
         """The first attempt, at all samples together."""
         group = SampleGroup(self._samples)
-        placement = self._place(group)
-        if placement is None:
+        decision = self._place(group)
+        if decision is None:
             raise unavailable("no worker takes requests now")
-        self._begin(group, placement, self._request.arrival_s)
+        self._begin(group, decision, self._request.arrival_s)
 
-    def _place(self, group: SampleGroup) -> Placement | None:
+    def _place(self, group: SampleGroup) -> Decision | None:
         fingerprint = self._fingerprint if self._has_token else None
         every = self._fleet.snapshot()
         mover = next((worker for worker in every if worker.session == group.history.mover), None)
         for workers in choices(every, group.history, fingerprint):
-            placement = self._placer.place(workers, self._request, group.samples[0].generated, mover)
-            if placement is not None:
-                return placement
+            decision = self._placer.place(workers, self._request, group.samples[0].generated, mover)
+            if decision is not None:
+                return decision
         return None
 
-    def _begin(self, group: SampleGroup, placement: Placement, since_s: float) -> None:
+    def _begin(self, group: SampleGroup, decision: Decision, since_s: float) -> None:
         """Draws a number and submits, in the moment of the placement: numbers grow in every session.
 
         Args:
@@ -141,7 +141,7 @@ class RequestRun:
         share = group.share(self._request.sampling, self._prompt_logprobs)
         identity = AttemptId(self._fleet.next_number(), self._num_attempts, secrets.token_bytes(16))
         self._num_attempts += 1
-        messages = submits(identity, self._request, share, self._seed, placement)
+        messages = submits(identity, self._request, share, self._seed, decision.chosen.placement)
         self._fingerprint = messages[0][0].fingerprint
         attempt = Attempt(
             identity,
@@ -154,6 +154,8 @@ class RequestRun:
             [(self._fleet.session(worker), worker.worker_id, message) for worker, message in messages]
         )
         self._running[group] = attempt
+        # The submits leave before.
+        asyncio.get_running_loop().call_soon(self._placer.record, self._request.request_id, decision)
         if logger.isEnabledFor(logging.DEBUG):
             legs = [f"{worker.worker_id} ({message.WhichOneof('leg')})" for worker, message in messages]
             logger.debug("%s: attempt %d on %s", self._request.request_id, identity.attempt, ", ".join(legs))
@@ -243,22 +245,22 @@ class RequestRun:
         if history.num_fruitless >= self._retry_limits.max_attempts:
             raise last_word(failure, self._num_attempts, "no more are made")
         for following in group.after(history):
-            placement = await self._find_place(following)
-            if placement is None:
+            decision = await self._find_place(following)
+            if decision is None:
                 raise last_word(failure, self._num_attempts, "no worker is left")
-            self._begin(following, placement, failed_s)
+            self._begin(following, decision, failed_s)
         self._metrics.retried(failure.cause)
 
-    async def _find_place(self, group: SampleGroup) -> Placement | None:
+    async def _find_place(self, group: SampleGroup) -> Decision | None:
         """When no worker is left, waits a while for one that is expected."""
         seen = 0
         try:
             async with asyncio.timeout(self._retry_limits.rejoin_limit_s):
-                while (placement := self._place(group)) is None and self._fleet.expects_workers:
+                while (decision := self._place(group)) is None and self._fleet.expects_workers:
                     seen = await self._fleet.next_change(seen)
         except TimeoutError:
             return None
-        return placement
+        return decision
 
     def _count(self, sample: SampleRun, piece: Piece, num_came: int, arrived_s: float) -> None:
         num_kept = len(piece.token_ids)

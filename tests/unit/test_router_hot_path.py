@@ -13,7 +13,7 @@ from router.bucket_counter import BucketCounter
 from router.chat_sample import Delta
 from router.chunk_template import ChunkTemplate
 from router.detokenizer import Detokenizer
-from router.openai_answer import AnswerHead, ChatShape, TextShape
+from router.openai_answer import AnswerHead, ChatShape, EchoedPrompt, TextShape
 from router.plain_counter import PlainCounter
 from router.tokenizer import Tokenizer
 from router.tool_parsers.plain import PlainParser
@@ -56,6 +56,7 @@ HEAD = AnswerHead(request_id="r", model='a "model"', created_unix_s=7, logprobs=
 @given(text=st.text(min_size=1))
 def test_a_chunk_of_a_completion_from_its_template(text: str) -> None:
     shape = TextShape(HEAD)
+    shape.opening(2, EchoedPrompt())
     for sample in (0, 1):
         (chunk,) = shape.chunks(sample, text, ())
         assert json.loads(chunk) == json.loads(shape._chunk(sample, text, (), None))
@@ -64,6 +65,7 @@ def test_a_chunk_of_a_completion_from_its_template(text: str) -> None:
 @given(text=st.text(min_size=1))
 def test_a_chunk_of_a_chat_from_its_template(text: str) -> None:
     shape = ChatShape(HEAD, PlainParser)
+    shape.opening(2, EchoedPrompt())
     for sample in (0, 1):
         (chunk,) = shape.chunks(sample, text, ())
         assert json.loads(chunk) == json.loads(shape._chunk(sample, Delta(content=text), None, None))
