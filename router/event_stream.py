@@ -13,39 +13,30 @@ class EventStream:
     """Sends events as they come; each is the JSON of one, or "[DONE]".
 
     Attributes:
+        writer: None: the server has none. With one the head is kept until something follows it.
         has_left: the head, and something after it, be it nothing: the status can be no other.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.has_left = False
         self._send_head = send
-        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
-        self._send = send if self._writer is None else self._writer.send
-
-    @property
-    def keeps_head(self) -> bool:
-        """The head leaves with what follows it. Until then it can be taken back."""
-        return self._writer is not None
+        self.writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+        self._send = send if self.writer is None else self.writer.send
 
     async def begin(self) -> None:
         await self._send_head({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     def take_back(self) -> None:
         """The head, if it is kept: as if it had not begun."""
-        if self._writer is not None:
-            self._writer.take_back()
-
-    @property
-    def is_open(self) -> bool:
-        """It has begun, and the client keeps up."""
-        return self._writer is not None and self._writer.is_open
+        if self.writer is not None:
+            self.writer.take_back()
 
     def write(self, events: Sequence[str]) -> None:
-        """Only while it is open."""
+        """Only while the writer is open."""
         if events or not self.has_left:
-            assert self._writer is not None
+            assert self.writer is not None
             self.has_left = True
-            self._writer.write(event_bytes(events))
+            self.writer.write(event_bytes(events))
 
     async def send(self, events: Sequence[str]) -> None:
         """Waits for a client that lags."""
@@ -61,8 +52,8 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": event_bytes(events), "more_body": False})
 
     def _flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        if self.writer is not None:
+            self.writer.flush()
 
 
 def event_bytes(events: Sequence[str]) -> bytes:

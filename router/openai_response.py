@@ -104,7 +104,7 @@ class _AnswerStream:
 
     async def prepare(self) -> None:
         """Begins, unless the first output has a say in how."""
-        if self._stream.keeps_head and not self._body.echo:
+        if self._stream.writer is not None and not self._body.echo:
             await self._begin(EchoedPrompt())
 
     async def _begin(self, echo: EchoedPrompt) -> StreamedAnswer:
@@ -114,7 +114,8 @@ class _AnswerStream:
         return answer
 
     def take(self, piece: Piece) -> bool:
-        if self._answer is None or not self._stream.is_open:
+        writer = self._stream.writer
+        if self._answer is None or writer is None or not writer.is_open:
             return False
         self._stream.write(self._events(self._answer, piece))
         return True
@@ -132,8 +133,10 @@ class _AnswerStream:
             await self._stream.send(events)
 
     def _events(self, answer: StreamedAnswer, output: Output) -> list[str]:
-        opening, self._opening = self._opening, []
-        return opening + answer.events(output)
+        events = answer.events(output)
+        if self._opening:
+            events, self._opening = self._opening + events, []
+        return events
 
 
 def closing_events(body: Body, shape: AnswerShape, usage: Usage) -> list[str]:

@@ -9,12 +9,16 @@ class TokenMerge:
     Two workers may say the same token, and the second worker's tokens may come before the first
     worker's token 0. Invariant: what `take` returned so far is a gapless run from `first_index`, and the
     tokens ahead of it wait. At most `end_index - first_index` tokens are held, whatever a worker says.
+
+    Attributes:
+        has_gap: a token is missing that was announced, or before one that was said.
     """
 
     def __init__(self, first_index: int, end_index: int) -> None:
         self._next = first_index
         self._end = end_index
         self._announced = first_index
+        self.has_gap = False
         self._ready: list[int] = []
         self._ahead: dict[int, int] = {}
 
@@ -25,6 +29,8 @@ class TokenMerge:
             # As nearly all tokens come.
             self._ready += token_ids
             self._next = end
+            if self.has_gap:
+                self.has_gap = end < self._announced
             return bool(token_ids)
         return self._add_out_of_turn(index, token_ids)
 
@@ -37,6 +43,7 @@ class TokenMerge:
         while self._next in self._ahead:
             self._ready.append(self._ahead.pop(self._next))
             self._next += 1
+        self.has_gap = self._next < self._announced
         return self._next > first
 
     def wants(self, at: int) -> bool:
@@ -46,11 +53,7 @@ class TokenMerge:
     def announce(self, end_index: int) -> None:
         """There are tokens up to `end_index`; somebody will say what is wanted of them."""
         self._announced = max(self._announced, min(end_index, self._end))
-
-    @property
-    def has_gap(self) -> bool:
-        """A token is missing that was announced, or before one that was said."""
-        return self._next < self._announced
+        self.has_gap = self._next < self._announced
 
     @property
     def next_index(self) -> int:

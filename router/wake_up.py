@@ -4,29 +4,29 @@ import asyncio
 
 
 class WakeUp:
-    """An asyncio.Event for one waiter, at a fraction of its cost: a stream waits once for every token."""
+    """An asyncio.Event for one waiter, at a fraction of its cost: a stream waits once for every token.
+
+    Attributes:
+        is_awaited: a task waits, and was not woken yet.
+    """
 
     def __init__(self) -> None:
+        self.is_awaited = False
         self._is_due = False
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def is_awaited(self) -> bool:
-        """A task waits, and was not woken yet."""
-        return self._waiter is not None and not self._is_due
-
     def due(self) -> None:
         """The next `wait`, or the one that is waiting, returns."""
-        self._is_due = True
+        self._is_due, self.is_awaited = True, False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Returns once it was due since the last time."""
         if not self._is_due:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self.is_awaited = asyncio.get_running_loop().create_future(), True
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter, self.is_awaited = None, False
         self._is_due = False
