@@ -3,6 +3,9 @@
 `python -m bench.scripted_worker --step-ms 20` prints {"prefill": address, "decode": address}.
 """
 
+import worker  # noqa: F401  gRPC set up as in workers, before it is imported
+
+# isort: split
 import argparse
 import asyncio
 import json

@@ -3,6 +3,9 @@
 Baselines of the same run: a copy (one thread's memcpy, or the GPU's own), and plain TCP over loopback.
 """
 
+import worker  # noqa: F401  gRPC set up as in workers, before it is imported
+
+# isort: split
 import asyncio
 import os
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
 """Bounds the memory that requests take, however many come at once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.errors import ErrorCode, RequestError
@@ -16,18 +13,6 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._left = max_bytes
-
-    @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """
-        Raises:
-            RequestError: RESOURCE_EXHAUSTED, there is no room for so many.
-        """
-        self.take(num_bytes)
-        try:
-            yield
-        finally:
-            self.give(num_bytes)
 
     def take(self, num_bytes: int) -> None:
         """

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
 
 from grpc.aio import ServicerContext
 
@@ -27,6 +28,8 @@ from router.request_id import HEADER, metadata_request_id, request_id_from
 from router.sampling_options import SamplingDraft
 from router.tokenization import TokenizeDraft, detokenize, tokenize
 
+T = TypeVar("T")
+
 _FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -45,29 +48,33 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: ServicerContext,
     ) -> None:
-        async with self._answering(request.request_id, request.ByteSize(), context) as request_id:
-            await self._answer(request, request_id, context)
+        async def answer(request_id: str) -> None:
+            await self._generate(request, request_id, context)
 
-    @asynccontextmanager
-    async def _answering(
-        self, wanted_id: str, num_bytes: int, context: ServicerContext
-    ) -> AsyncIterator[str]:
+        await self._answer(request.request_id, request.ByteSize(), context, answer)
+
+    async def _answer(
+        self, wanted_id: str, num_bytes: int, context: ServicerContext, answer: Callable[[str], Awaitable[T]]
+    ) -> T:
         """Names a request, holds its bytes, and ends its call with the error if there is one.
 
         Args:
             wanted_id: in the request itself. "": none.
             num_bytes: of the request.
+            answer: gets the request's id.
         """
         request_id = request_id_from(wanted_id, metadata_request_id(context.invocation_metadata()))
         context.set_trailing_metadata(((HEADER, request_id),))
         try:
-            with self._service.bodies.hold(num_bytes):
-                async with _deadline(context):
-                    yield request_id
+            self._service.bodies.take(num_bytes)
+            try:
+                return await _in_time(context, answer(request_id))
+            finally:
+                self._service.bodies.give(num_bytes)
         except RequestError as error:
             await abort(context, error, request_id)
 
-    async def _answer(
+    async def _generate(
         self, request: inference_pb2.GenerateRequest, request_id: str, context: ServicerContext
     ) -> None:
         arrival_s, arrival_unix_s = time.monotonic(), time.time()
@@ -91,27 +98,33 @@ class GrpcDoor(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.TokenizeRequest,
         context: ServicerContext,
     ) -> inference_pb2.TokenizeResponse:
-        async with self._answering("", request.ByteSize(), context):
+        async def answer(_: str) -> inference_pb2.TokenizeResponse:
             token_ids = await tokenize(self._service, _tokenize_draft(request))
             longest = self._service.limits.max_model_len
             return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=longest or 0)
+
+        return await self._answer("", request.ByteSize(), context, answer)
 
     async def Detokenize(
         self,
         request: inference_pb2.DetokenizeRequest,
         context: ServicerContext,
     ) -> inference_pb2.DetokenizeResponse:
-        async with self._answering("", request.ByteSize(), context):
+        async def answer(_: str) -> inference_pb2.DetokenizeResponse:
             text = await detokenize(self._service, "token_ids", request.model, request.token_ids)
             return inference_pb2.DetokenizeResponse(text=text)
 
+        return await self._answer("", request.ByteSize(), context, answer)
 
-@asynccontextmanager
-async def _deadline(context: ServicerContext) -> AsyncIterator[None]:
-    """Ends what is inside when the client's time is up."""
+
+async def _in_time(context: ServicerContext, answer: Awaitable[T]) -> T:
+    """The answer, which ends when the client's time is up."""
+    limit_s = context.time_remaining()
+    if limit_s is None:
+        return await answer
     try:
-        async with asyncio.timeout(context.time_remaining()):
-            yield
+        async with asyncio.timeout(limit_s):
+            return await answer
     except TimeoutError as error:
         raise RequestError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed") from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import protos  # noqa: F401  its settings of gRPC come before gRPC, as in our processes
+import worker  # noqa: F401  gRPC set up as in workers, before it is imported
 from tests.tiny_models import make_tiny_model
 
 # No test measures time.

@@ -63,8 +63,15 @@ import {module}
 """
 
 
-@pytest.mark.parametrize("module", ["router.router_server", "worker.server", "bench.bare_server"])
-def test_processes_set_grpc_up_before_they_import_it(module: str):
+@pytest.mark.parametrize(
+    ("module", "experiments"),
+    [
+        ("router.router_server", "-event_engine_client"),
+        ("worker.server", "-event_engine_client,-event_engine_listener"),
+        ("bench.scripted_worker", "-event_engine_client,-event_engine_listener"),
+    ],
+)
+def test_processes_set_grpc_up_before_they_import_it(module: str, experiments: str):
     said = subprocess.run(
         [sys.executable, "-c", SAID_TO_GRPC.format(module=module)],
         cwd=ROOT,
@@ -73,4 +80,4 @@ def test_processes_set_grpc_up_before_they_import_it(module: str):
         text=True,
         check=True,
     )
-    assert said.stdout.splitlines() == ["-event_engine_client,-event_engine_listener"]
+    assert said.stdout.splitlines() == [experiments]

@@ -11,9 +11,13 @@ from router.errors import ErrorCode, RequestError
 def test_what_is_held_is_given_back() -> None:
     budget = BodyBudget(100)
     for _ in range(3):
-        with budget.hold(60), budget.hold(40), pytest.raises(RequestError) as caught, budget.hold(1):
-            pass
+        budget.take(60)
+        budget.take(40)
+        with pytest.raises(RequestError) as caught:
+            budget.take(1)
         assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED and caught.value.retry_after_s
+        budget.give(40)
+        budget.give(60)
 
 
 def test_what_is_refused_takes_nothing() -> None:
