@@ -63,6 +63,28 @@ class Attempt:
         cached_tokens: of the prompt, that were not computed; None: no worker has said.
     """
 
+    # So has every object that a token touches: those of two thousand streams do not fit into caches.
+    __slots__ = (
+        "_admitted",
+        "_awaits_prompt",
+        "_clock",
+        "_courses",
+        "_hint",
+        "_kv_bytes",
+        "_news",
+        "_on_change",
+        "_open",
+        "_patience",
+        "_prompt",
+        "_sessions",
+        "_wire_id",
+        "_worker_ids",
+        "cached_tokens",
+        "failure",
+        "is_decided",
+        "number",
+    )
+
     def __init__(
         self,
         identity: AttemptId,
@@ -332,6 +354,8 @@ class Attempt:
 
 class _Ear:
     """An attempt's, for one of its legs."""
+
+    __slots__ = ("_attempt", "hear_tokens", "leg")
 
     def __init__(self, attempt: Attempt, leg: Leg) -> None:
         self.hear_tokens = attempt.hear_tokens

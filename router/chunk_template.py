@@ -12,6 +12,8 @@ _TIME_MARK = 0x7FFF_FFFF_FFFF
 class ChunkTemplate:
     """JSON whose one text is put in, instead of built and checked again for every token."""
 
+    __slots__ = ("_after", "_before")
+
     MARK = _MARK
     ID_MARK = _ID_MARK
     TIME_MARK = _TIME_MARK

@@ -17,6 +17,8 @@ class EventStream:
         has_left: the head, and something after it, be it nothing: the status can be no other.
     """
 
+    __slots__ = ("_send", "_send_head", "has_left", "writer")
+
     def __init__(self, scope: Scope, send: Send) -> None:
         self.has_left = False
         self._send_head = send

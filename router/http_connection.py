@@ -67,6 +67,8 @@ class BodyWriter:
             a body needs none of them.
     """
 
+    __slots__ = ("_cycle", "_flow", "_transport", "_writes", "send")
+
     def __init__(self, cycle: RequestResponseCycle, writes: "_Writes") -> None:
         self.send = cast("Send", cycle.send)
         self._cycle = cycle

@@ -152,6 +152,8 @@ class AnswerShape(Protocol):
 class ChatShape:
     """/v1/chat/completions."""
 
+    __slots__ = ("_head", "_samples", "_templates")
+
     def __init__(self, head: AnswerHead, new_parser: Callable[[], ToolParser]) -> None:
         self._head = head
         self._templates: dict[int, ChunkTemplate] = {}
@@ -234,6 +236,8 @@ class ChatShape:
 
 class TextShape:
     """/v1/completions: the choices of one prompt."""
+
+    __slots__ = ("_first_choice", "_head", "_templates")
 
     def __init__(self, head: AnswerHead, first_choice: int = 0) -> None:
         self._head = head

@@ -90,6 +90,8 @@ class OpenAIResponse(Response):
 class _AnswerStream:
     """An answer as events: of pieces in the moment in which they come, of the other outputs when sent."""
 
+    __slots__ = ("_answer", "_body", "_draft", "_opening", "_shape", "_stream", "_tokenizer")
+
     def __init__(
         self, tokenizer: Tokenizer, body: Body, draft: RequestDraft, shape: AnswerShape, stream: EventStream
     ) -> None:

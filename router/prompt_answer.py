@@ -38,6 +38,8 @@ def _prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 class StreamedAnswer:
     """Outputs as events."""
 
+    __slots__ = ("_echo", "_shape", "_shown", "_tells_tokens")
+
     def __init__(self, body: Body, echo: EchoedPrompt, shape: AnswerShape) -> None:
         self._echo = echo
         self._shape = shape

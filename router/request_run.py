@@ -35,6 +35,30 @@ _TOLD_AT_ONCE = 16
 class RequestRun:
     """All samples of a request. A failed attempt is followed by another, from the tokens that are there."""
 
+    __slots__ = (
+        "_cached_tokens",
+        "_changed",
+        "_defect",
+        "_fingerprint",
+        "_fleet",
+        "_has_token",
+        "_held",
+        "_last",
+        "_metrics",
+        "_num_attempts",
+        "_on_tokens",
+        "_placer",
+        "_prompt_logprobs",
+        "_request",
+        "_retry_limits",
+        "_running",
+        "_samples",
+        "_seed",
+        "_sink",
+        "_told_at",
+        "_untold",
+    )
+
     def __init__(
         self,
         request: GenerationRequest,

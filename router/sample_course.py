@@ -34,6 +34,8 @@ class SampleCourse:
     repeats the prefill worker's first token without.
     """
 
+    __slots__ = ("_finish", "_is_abandoned", "_logprobs", "_merge", "_options", "_sample", "num_taken")
+
     def __init__(self, sample: int, first_index: int, options: SamplingOptions) -> None:
         self._sample = sample
         self._options = options

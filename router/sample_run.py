@@ -16,6 +16,8 @@ class SampleRun:
         last_arrival_s: of its last token, on `time.monotonic`'s clock.
     """
 
+    __slots__ = ("_text", "end", "generated", "last_arrival_s", "number")
+
     def __init__(self, number: int, text: TextStream) -> None:
         self.number = number
         self.generated: list[int] = []

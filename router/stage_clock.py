@@ -12,6 +12,17 @@ class StageClock:
     All moments are `time.monotonic`'s.
     """
 
+    __slots__ = (
+        "_admitted_s",
+        "_decoded",
+        "_door_s",
+        "_failed_s",
+        "_prefilled",
+        "_submitted_s",
+        "first_token_s",
+        "last_token_s",
+    )
+
     def __init__(self, arrival_s: float, submitted_s: float) -> None:
         self._door_s = submitted_s - arrival_s
         self._submitted_s = submitted_s

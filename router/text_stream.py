@@ -31,6 +31,8 @@ class Written(NamedTuple):
 class TextStream:
     """Tokens in, text out, for one sample."""
 
+    __slots__ = ("_detokenizer", "_num_chars", "_stop_strings")
+
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], markup: Sequence[str] = ()) -> None:
         """
         Args:

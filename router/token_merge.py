@@ -14,6 +14,8 @@ class TokenMerge:
         has_gap: a token is missing that was announced, or before one that was said.
     """
 
+    __slots__ = ("_ahead", "_announced", "_end", "_next", "_ready", "has_gap")
+
     def __init__(self, first_index: int, end_index: int) -> None:
         self._next = first_index
         self._end = end_index

@@ -12,6 +12,8 @@ class Utf8Detokenizer:
     has to be decoded twice.
     """
 
+    __slots__ = ("_decoder", "_hidden", "_is_inside_character", "_tokenizer", "_whole_texts")
+
     def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown

@@ -10,6 +10,8 @@ class WakeUp:
         is_awaited: a task waits, and was not woken yet.
     """
 
+    __slots__ = ("_is_due", "_waiter", "is_awaited")
+
     def __init__(self) -> None:
         self.is_awaited = False
         self._is_due = False
