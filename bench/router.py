@@ -44,7 +44,7 @@ Client = Callable[[str, Shape], Awaitable[Tally]]
 
 # Few enough tokens a second that clients and workers keep up on the one core that they share.
 TOKEN_SHAPES = {
-    1: Shape(streams=1, requests=10, tokens=128, step_ms=2),
+    1: Shape(streams=1, requests=40, tokens=32, step_ms=2),
     100: Shape(streams=100, requests=2, tokens=192, step_ms=30),
     2000: Shape(streams=2000, requests=1, tokens=64, step_ms=700),
 }
