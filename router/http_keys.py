@@ -1,6 +1,5 @@
 """The HTTP door's lock."""
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -8,7 +7,7 @@ from router.api_keys import ApiKey
 from router.doorkeeper import Doorkeeper
 from router.errors import RequestError
 from router.openai_response import error_response
-from router.request_id import request_id_of
+from router.request_id import header_of, request_id_of
 
 # What says neither who asks nor what, for those who watch over the router.
 OPEN_PATHS = frozenset({"/health", "/metrics"})
@@ -26,7 +25,7 @@ class HttpKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                key = self._doorkeeper.admit(Headers(scope=scope).get("authorization"))
+                key = self._doorkeeper.admit(header_of(scope, "authorization"))
             except RequestError as error:
                 request_id = request_id_of(Request(scope))
                 refusal = error_response(error, request_id, {"www-authenticate": "Bearer"})

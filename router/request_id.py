@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +29,12 @@ def metadata_request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> s
     return ""
 
 
+def header_of(scope: Scope, name: str) -> str | None:
+    """Of an HTTP request. `name` is in lower case, as all are in a scope."""
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == wanted), None)
+
+
 class HttpRequestIds:
     """Names every request, and writes the name into the head of its answer."""
 
@@ -39,7 +45,7 @@ class HttpRequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_from(Headers(scope=scope).get(HEADER, ""))
+        request_id = request_id_from(header_of(scope, HEADER) or "")
         scope.setdefault("state", {})[_KEY] = request_id
 
         async def named(message: Message) -> None:
