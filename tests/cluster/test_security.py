@@ -99,7 +99,7 @@ async def test_with_its_key_the_openai_client_streams(keyed: LocalCluster) -> No
 
 async def test_with_its_key_grpc_streams(keyed: LocalCluster) -> None:
     call = keyed.client.Generate(
-        token_request(max_tokens=4), metadata=tuple(BEARER.items()), timeout=DEADLINE_S
+        token_request(max_tokens=4, ignore_eos=True), metadata=tuple(BEARER.items()), timeout=DEADLINE_S
     )
     *_, last = [response async for response in call]
     assert last.usage.completion_tokens == 4
