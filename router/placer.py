@@ -37,25 +37,6 @@ class Placer:
         self._metrics = metrics
         self._chance = chance
 
-    def place(
-        self,
-        workers: Sequence[WorkerSnapshot],
-        request: GenerationRequest,
-        generated: Sequence[int] = (),
-        mover: WorkerSnapshot | None = None,
-    ) -> Decision | None:
-        """Decides, and books what the submission that follows at once will take. None: nobody takes it.
-
-        Args:
-            workers: to choose among, with live sessions.
-            generated: tokens that are there already.
-            mover: see `router.placement.decide`.
-        """
-        decision = self.decide(workers, request, generated, mover)
-        if decision is not None:
-            self._book(decision)
-        return decision
-
     def record(self, request_id: str, decision: Decision) -> None:
         """An attempt was submitted as it was decided."""
         self.log.record(RecordedDecision(request_id, time.time(), decision))
@@ -68,7 +49,13 @@ class Placer:
         generated: Sequence[int] = (),
         mover: WorkerSnapshot | None = None,
     ) -> Decision | None:
-        """Books and records nothing."""
+        """Where an attempt would go. None: nobody takes it.
+
+        Args:
+            workers: to choose among, with live sessions.
+            generated: tokens that are there already.
+            mover: see `router.placement.decide`.
+        """
         tokens = (*request.prompt, *generated) if generated else request.prompt
         need = Need(len(tokens), request.sampling.max_tokens - len(generated))
         inputs = PlacementInputs(
@@ -94,7 +81,8 @@ class Placer:
             cached |= {session: count * block_size for session, count in found.items()}
         return cached
 
-    def _book(self, decision: Decision) -> None:
+    def book(self, decision: Decision) -> None:
+        """What the submission that follows at once will take of the workers."""
         placement, need = decision.chosen.placement, decision.need
         computed = uncached(need, placement.cached_tokens)
         match placement:

@@ -151,7 +151,7 @@ class RequestRun:
         every = self._fleet.snapshot()
         mover = next((worker for worker in every if worker.session == group.history.mover), None)
         for workers in choices(every, group.history, fingerprint):
-            decision = self._placer.place(workers, self._request, group.samples[0].generated, mover)
+            decision = self._placer.decide(workers, self._request, group.samples[0].generated, mover)
             if decision is not None:
                 return decision
         return None
@@ -165,6 +165,7 @@ class RequestRun:
         share = group.share(self._request.sampling, self._prompt_logprobs)
         identity = AttemptId(self._fleet.next_number(), self._num_attempts, secrets.token_bytes(16))
         self._num_attempts += 1
+        self._placer.book(decision)
         messages = submits(identity, self._request, share, self._seed, decision.chosen.placement)
         self._fingerprint = messages[0][0].fingerprint
         attempt = Attempt(
